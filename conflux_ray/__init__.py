@@ -1,0 +1,3 @@
+"""ConfluxServe on Ray: LLM serving with Conflux Parallelism."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,88 @@
+"""What a model should answer: Hugging Face transformers in float32 on the CPU, one sequence at a time.
+
+The execution tests compare Conflux Parallelism with this, never with another run of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+
+class Reference:
+    """A model folder loaded in float32.
+
+    Args:
+        folder: The model folder.
+        attention: transformers' attention implementation, `eager` or `sdpa`.
+    """
+
+    def __init__(self, folder: Path | str, attention: str = "eager") -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=attention, local_files_only=True
+        ).eval()
+        # `generate` fills in what a call leaves out from here: the folder's end tokens, if they stayed.
+        self._model.generation_config = GenerationConfig()
+        self._greedy: dict[tuple[int, ...], list[int]] = {}
+
+    @torch.inference_mode()
+    def greedy(self, prompt_ids: Sequence[int], max_tokens: int, eos_ids: Collection[int] = ()) -> list[int]:
+        """Return the greedy continuation of `prompt_ids`, without the prompt.
+
+        The longest continuation of each prompt is kept, so asking again costs nothing.
+
+        Args:
+            prompt_ids: The prompt, at least one token.
+            max_tokens: The most tokens to return.
+            eos_ids: Tokens that end the continuation; the ending token is returned, as vLLM does.
+        """
+        key = tuple(prompt_ids)
+        known = self._until_eos(self._greedy.get(key, [])[:max_tokens], eos_ids)
+        if len(known) == max_tokens or (known and known[-1] in eos_ids):
+            return known
+        prompt = torch.tensor([key])
+        output = self._model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            generation_config=GenerationConfig(
+                do_sample=False, max_new_tokens=max_tokens, eos_token_id=sorted(eos_ids) or None, pad_token_id=0
+            ),
+        )
+        tokens = output[0, len(key) :].tolist()
+        self._greedy[key] = tokens
+        return list(tokens)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int], lost_positions: Iterable[int] = ()) -> torch.Tensor:
+        """Return the teacher-forced logits, float32 [tokens, vocabulary]; row i predicts token i + 1.
+
+        Args:
+            token_ids: The tokens.
+            lost_positions: Positions whose keys and values no query sees, as if their KV block had been lost; the rows
+                behind them tell what that would have changed. Their own rows mean nothing.
+        """
+        mask = torch.ones(1, len(token_ids), dtype=torch.long)
+        mask[:, list(lost_positions)] = 0
+        # Given explicitly, since the default would count only the positions that the mask leaves.
+        positions = torch.arange(len(token_ids))[None]
+        ids = torch.tensor([list(token_ids)])
+        return self._model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[0]
+
+    def margin(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> torch.Tensor:
+        """Return by how much the best logit exceeds the second where each of `output_ids` was chosen, [outputs].
+
+        Below 1e-3 the choice is within reach of rounding: compare `logits` there instead of tokens.
+        """
+        rows = self.logits([*prompt_ids, *output_ids])[len(prompt_ids) - 1 : -1]
+        best = rows.topk(2, dim=-1).values
+        return best[:, 0] - best[:, 1]
+
+    @staticmethod
+    def _until_eos(tokens: list[int], eos_ids: Collection[int]) -> list[int]:
+        for index, token in enumerate(tokens):
+            if token in eos_ids:
+                return tokens[: index + 1]
+        return tokens

@@ -1,0 +1,70 @@
+"""vLLM's shared-memory message queue between an instance and its workers: plans out, results back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+_CHUNK_BYTES = 1 << 20  # a larger message goes through the queue's socket
+_CHUNKS = 6
+_POLL_SECONDS = 1.0
+
+
+class Writer:
+    """Sends bytes to `num_readers` readers on this node."""
+
+    def __init__(self, num_readers: int) -> None:
+        self._queue = MessageQueue(num_readers, num_readers, max_chunk_bytes=_CHUNK_BYTES, max_chunks=_CHUNKS)
+
+    @property
+    def handle(self) -> Any:
+        """What a reader needs to connect; picklable."""
+        return self._queue.export_handle()
+
+    def wait_until_ready(self) -> None:
+        """Block until every reader is connected."""
+        self._queue.wait_until_ready()
+
+    def send(self, data: bytes, timeout: float | None = None) -> None:
+        """Enqueue; raises TimeoutError if the readers leave no room for `timeout` seconds."""
+        self._queue.enqueue(data, timeout)
+
+    def close(self) -> None:
+        """Free the shared memory once the readers are gone."""
+        self._queue.shutdown()
+
+
+class Reader:
+    """Receives what a `Writer` sends.
+
+    Args:
+        handle: of the writer.
+        index: of this reader, 0 .. num_readers - 1.
+        spin: seconds of busy polling after a message before sleeping; 0 leaves the cores to others.
+    """
+
+    def __init__(self, handle: Any, index: int, spin: float) -> None:
+        self._queue = MessageQueue.create_from_handle(handle, index)
+        self._queue._spin_condition.busy_loop_s = spin
+
+    def wait_until_ready(self) -> None:
+        """Block until the writer has seen every reader."""
+        self._queue.wait_until_ready()
+
+    def receive(self, timeout: float) -> bytes:
+        """The next message; raises TimeoutError after `timeout` seconds, RuntimeError once closed."""
+        # A wake-up can be lost while the reader's subscription is young, so look at the buffer at least every second.
+        waited = 0.0
+        while True:
+            step = min(_POLL_SECONDS, timeout - waited)
+            try:
+                return self._queue.dequeue(timeout=max(step, 0.001))
+            except TimeoutError:
+                waited += step
+                if waited >= timeout:
+                    raise
+
+    def close(self) -> None:
+        """Wake a blocked `receive`."""
+        self._queue.shutdown()

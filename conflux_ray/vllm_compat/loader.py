@@ -1,0 +1,152 @@
+"""A worker's side of vLLM: configuration, process groups, model weights, and the forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import vllm.ir
+from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+    set_custom_all_reduce,
+)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.model_loader import get_model
+from vllm.v1.worker.workspace import init_workspace_manager
+
+from conflux_ray.vllm_compat.backend import Attend, XPAttentionBackend
+from conflux_ray.vllm_compat.version import require_version
+
+
+@dataclass(frozen=True, slots=True)
+class ModelArgs:
+    """What vLLM must know of the model and of one logical rank."""
+
+    model: str
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    load_format: str = "auto"
+    tensor_parallel: int = 1
+    block_size: int = 16
+    trust_remote_code: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of the model on one worker of a base-TP group."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    max_model_len: int
+    dtype: torch.dtype
+
+
+def make_config(args: ModelArgs) -> VllmConfig:
+    """vLLM's configuration of one logical rank; raises ValueError as vLLM does for a model it cannot serve."""
+    require_version()
+    XPAttentionBackend.get_name()  # imported for its registration
+    return EngineArgs(
+        model=args.model,
+        dtype=args.dtype,  # type: ignore[arg-type]
+        max_model_len=args.max_model_len,
+        load_format=args.load_format,
+        tensor_parallel_size=args.tensor_parallel,
+        block_size=args.block_size,  # type: ignore[arg-type]
+        trust_remote_code=args.trust_remote_code,
+        seed=args.seed,
+        distributed_executor_backend="external_launcher",
+        attention_backend="CUSTOM",  # type: ignore[arg-type]
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+    ).create_engine_config()
+
+
+class LoadedModel:
+    """One worker's weights and forward pass.
+
+    Args:
+        args: the model.
+        rank: this worker, 0 .. world_size - 1; base-TP groups are consecutive ranks.
+        world_size: N x base TP.
+        local_rank: device index on this node.
+        init_method: where the workers meet, `tcp://host:port` or `file://path`.
+        device: of the weights.
+        backend: of torch.distributed, "gloo" or "nccl".
+    """
+
+    def __init__(
+        self,
+        args: ModelArgs,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        init_method: str,
+        device: torch.device,
+        backend: str,
+    ) -> None:
+        self.config = make_config(args)
+        self.device = device
+        tensor_parallel = args.tensor_parallel
+        with set_current_vllm_config(self.config):
+            self.config.kernel_config.ir_op_priority.set_default()
+            vllm.ir.set_default_torch_wrap(False)
+            set_custom_all_reduce(device.type == "cuda")
+            init_distributed_environment(world_size, rank, init_method, local_rank, backend)
+            ensure_model_parallel_initialized(tensor_parallel, 1)
+            init_workspace_manager(device)
+            self.model = get_model(vllm_config=self.config)
+        self.sp_degree = world_size // tensor_parallel
+        self.logical_rank, self.tp_rank = divmod(rank, tensor_parallel)
+        self.shape = self._shape(tensor_parallel)
+        self.layer_names = sorted(
+            self.config.compilation_config.static_forward_context, key=lambda name: _layer_index(name)
+        )
+        self.scale: float = self.config.compilation_config.static_forward_context[self.layer_names[0]].impl.scale
+
+    def new_sp_group(self, backend: str) -> torch.distributed.ProcessGroup:
+        """A new communicator over the workers that share this worker's base-TP index. All workers must call it."""
+        tp = torch.distributed.get_world_size() // self.sp_degree
+        own = None
+        for t in range(tp):
+            group = torch.distributed.new_group([r * tp + t for r in range(self.sp_degree)], backend=backend)
+            if t == self.tp_rank:
+                own = group
+        assert own is not None
+        return own
+
+    @torch.inference_mode()
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend | None) -> torch.Tensor:
+        """Hidden states (tokens, hidden) before the language-model head; attention goes to `attend`."""
+        with set_forward_context(
+            attend, self.config, num_tokens=input_ids.shape[0], cudagraph_runtime_mode=CUDAGraphMode.NONE
+        ):
+            return self.model(input_ids=input_ids, positions=positions)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits (rows, vocab) on every worker of the base-TP group."""
+        return self.model.compute_logits(hidden)
+
+    def _shape(self, tensor_parallel: int) -> ModelShape:
+        model, parallel = self.config.model_config, self.config.parallel_config
+        return ModelShape(
+            num_layers=model.get_num_layers(parallel),
+            num_heads=model.get_num_attention_heads(parallel),
+            num_kv_heads=model.get_num_kv_heads(parallel),
+            head_size=model.get_head_size(),
+            vocab_size=model.get_vocab_size(),
+            max_model_len=model.max_model_len,
+            dtype=model.dtype,
+        )
+
+
+def _layer_index(name: str) -> int:
+    return next(int(part) for part in name.split(".") if part.isdigit())
