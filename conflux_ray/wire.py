@@ -32,7 +32,7 @@ class FinishReason(IntEnum):
     ABORT = 2
     ERROR = 3
     REPETITION = 4
-    REJECTED = 5  # not served here (draining, queue full): the ingress tries another instance
+    REJECTED = 5  # not served here (draining, queue full, no instance): may be tried elsewhere, or later
 
 
 class Feature:

@@ -213,9 +213,10 @@ class XPAttention:
         """First all-to-all: from (n_p, all heads) here to (T, this rank's heads), Q, K and V packed."""
         layout, n_p = self.layout, query.shape[0]
         p = layout.sp_degree
-        packed = torch.cat(
-            [t.reshape(n_p, p, -1, layout.head_size) for t in (query, key, value)], dim=2
-        )  # (n_p, P, packed_heads, D)
+        shards = [
+            t.reshape(n_p, p, t.shape[1] // p, layout.head_size) for t in (query, key, value)
+        ]
+        packed = torch.cat(shards, dim=2)  # (n_p, P, packed_heads, D)
         send = packed.transpose(0, 1).reshape(p * n_p, layout.packed_heads, layout.head_size)
         received = send.new_empty(step.num_received, layout.packed_heads, layout.head_size)
         self.device.all_to_all(received, send, step.shard_sizes, [n_p] * p, self.group)

@@ -114,7 +114,8 @@ class Engine:
         self._pending: dict[str, Request] = {}  # WAITING and PREFILLING, in order of arrival here
         self._residents: tuple[dict[int, Request], ...] = tuple({} for _ in range(num_ranks))  # oldest first
         self._dropped: list[int] = []
-        self._to_poison: list[tuple[int, int]] = []
+        everything = [(rank, block) for rank in range(num_ranks) for block in range(geometry.num_blocks)]
+        self._to_poison: list[tuple[int, int]] = everything if poison else []
         self._in_flight: dict[int, _InFlight] = {}
         self._unacknowledged: set[int] = set()  # transfers
         self._acks: dict[int, int] = {}
@@ -270,8 +271,9 @@ class Engine:
                 if request.scheduled_output >= request.max_output(self.max_model_len):
                     continue
                 blocks = self.kv.grow(request.alloc_id, request.scheduled_tokens)
+                if blocks is None and self._make_room(rank, request):
+                    blocks = self.kv.grow(request.alloc_id, request.scheduled_tokens)
                 if blocks is None:
-                    self._make_room(rank)
                     continue
                 if blocks:
                     growths.append(Growth(request.alloc_id, blocks))
@@ -286,20 +288,25 @@ class Engine:
             resident.append(views)
         return tuple(decodes), tuple(growths), resident, stepped
 
-    def _make_room(self, rank: int) -> None:
-        """A decode on `rank` cannot grow: preempt the newest one, unless blocks are about to return anyway."""
+    def _make_room(self, rank: int, growing: Request) -> bool:
+        """A decode on `rank` cannot grow: preempt the newest one, unless blocks are about to return anyway.
+
+        Returns:
+            Whether blocks of another request may have become free at once.
+        """
         if self._unacknowledged or self.kv.draining_blocks(rank):
-            return
+            return False
         candidates = self._residents[rank].values()
         ending = any(r.scheduled_output >= r.max_output(self.max_model_len) for r in candidates)
         if ending or any(r.state is RequestState.PAUSED for r in candidates):
-            return
+            return False
         newest = next(reversed(self._residents[rank].values()))
         if newest.in_flight:
             newest.to(RequestState.PAUSED)
             self.counters.pauses += 1
-        else:
-            self._preempt(newest)
+            return False
+        self._preempt(newest)
+        return newest is not growing
 
     def _preempt(self, request: Request) -> None:
         self._forget_allocation(request)

@@ -107,6 +107,8 @@ class ModelRunner:
     # State that plans change
 
     def _apply(self, plan: IterationPlan) -> None:
+        if plan.iteration == 0:  # a new engine: it knows nothing of earlier allocations
+            self._forget_all()
         for alloc_id in plan.drop:
             self._prefill_tables.pop(alloc_id, None)
             self._decode_tables.pop(alloc_id, None)
@@ -126,6 +128,12 @@ class ModelRunner:
             if growth.alloc_id in self._decode_tables:
                 table = self._decode_tables[growth.alloc_id]
                 self._decode_tables[growth.alloc_id] = np.append(table, np.array(growth.blocks, np.int64))
+
+    def _forget_all(self) -> None:
+        self._prefill_tables.clear()
+        self._decode_tables.clear()
+        self._free_slots += [resident.slot for resident in self._residents.values()]
+        self._residents.clear()
 
     def _take_slot(self) -> int:
         if not self._free_slots:

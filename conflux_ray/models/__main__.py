@@ -52,7 +52,7 @@ def _build(options: argparse.Namespace) -> Path:
     if options.model == "smollm2":
         return smollm2.fetch(options.dest)
     if options.model == "smollm2-12-6":
-        return smollm2.fetch_12_6(options.dest, options.original or store.model_dir(store.SMOLLM2))
+        return smollm2.fetch_padded(options.dest, options.original or store.model_dir(store.SMOLLM2), 12, 6)
     shape = tiny.TinyModel(
         architecture=options.model.removeprefix("tiny-"),
         num_layers=options.layers,

@@ -44,8 +44,14 @@ def pad_heads(
 
     Raises:
         ValueError: The result would not be equivalent: `num_kv_heads` is not a multiple of the original's,
-            `num_heads` is not a multiple of `num_kv_heads`, or a group of query heads does not fit on its copies.
+            `num_heads` is not a multiple of `num_kv_heads`, or a group of query heads does not fit on its copies. Or
+            transformers would not load it: a Llama's hidden size must be a multiple of its heads.
     """
+    if config.get("model_type") == "llama" and num_heads > 0 and config["hidden_size"] % num_heads:
+        raise ValueError(
+            f"num_heads={num_heads} does not divide hidden_size={config['hidden_size']}: transformers refuses such a "
+            "Llama even where head_dim is given"
+        )
     old_heads, old_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // old_heads
     query_sources, kv_sources = head_sources(old_heads, old_kv_heads, num_heads, num_kv_heads)
@@ -94,7 +100,7 @@ def head_sources(old_heads: int, old_kv_heads: int, num_heads: int, num_kv_heads
     for kv_head in range(old_kv_heads):
         first = kv_head * old_group
         for copy in range(copies):
-            share = range(first + copy * old_group // copies, first + (copy + 1) * old_group // copies)
+            share = range(first + -(-copy * old_group // copies), first + -(-(copy + 1) * old_group // copies))
             query_sources += [*share, *[_PADDING] * (group - len(share))]
     return query_sources, [kv_head for kv_head in range(old_kv_heads) for _ in range(copies)]
 

@@ -5,7 +5,8 @@ The execution tests compare Conflux Parallelism with this, never with another ru
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -18,9 +19,12 @@ class Reference:
     Args:
         folder: The model folder.
         attention: transformers' attention implementation, `eager` or `sdpa`.
+        num_threads: Threads to compute with. One is best for small models: torch's threads wait for each other by
+            spinning, which beside another busy process takes tens of times as long.
     """
 
-    def __init__(self, folder: Path | str, attention: str = "eager") -> None:
+    def __init__(self, folder: Path | str, attention: str = "eager", num_threads: int = 1) -> None:
+        self._num_threads = num_threads
         self._model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation=attention, local_files_only=True
         ).eval()
@@ -44,13 +48,11 @@ class Reference:
         if len(known) == max_tokens or (known and known[-1] in eos_ids):
             return known
         prompt = torch.tensor([key])
-        output = self._model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            generation_config=GenerationConfig(
-                do_sample=False, max_new_tokens=max_tokens, eos_token_id=sorted(eos_ids) or None, pad_token_id=0
-            ),
+        settings = GenerationConfig(
+            do_sample=False, max_new_tokens=max_tokens, eos_token_id=sorted(eos_ids) or None, pad_token_id=0
         )
+        with _threads(self._num_threads):
+            output = self._model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
         tokens = output[0, len(key) :].tolist()
         self._greedy[key] = tokens
         return list(tokens)
@@ -69,7 +71,8 @@ class Reference:
         # Given explicitly, since the default would count only the positions that the mask leaves.
         positions = torch.arange(len(token_ids))[None]
         ids = torch.tensor([list(token_ids)])
-        return self._model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[0]
+        with _threads(self._num_threads):
+            return self._model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[0]
 
     def margin(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> torch.Tensor:
         """Return by how much the best logit exceeds the second where each of `output_ids` was chosen, [outputs].
@@ -86,3 +89,13 @@ class Reference:
             if token in eos_ids:
                 return tokens[: index + 1]
         return tokens
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

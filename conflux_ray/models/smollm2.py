@@ -68,17 +68,21 @@ def fetch(dest: Path) -> Path:
     return build_once(dest, _RECIPE, _build)
 
 
-def fetch_12_6(dest: Path, original: Path) -> Path:
-    """Make `dest` the 12-query/6-KV-head form of SmolLM2, which computes exactly what `original` does.
+def fetch_padded(dest: Path, original: Path, num_heads: int, num_kv_heads: int) -> Path:
+    """Make `dest` a form of SmolLM2 with more heads, which computes exactly what `original` does.
 
-    Its heads divide by 2 and by 4, so that it runs at an SP degree of 2, with or without a base TP of 2.
+    12 query and 6 KV heads divide by an SP degree of 2, or by a base TP of 2; for both together there must be 12 KV
+    heads, since each of 4 workers holds a share of its own during prefill.
 
     Args:
         dest: The folder to write.
         original: The folder that `fetch` made.
+        num_heads, num_kv_heads: As `heads.pad_heads` permits.
     """
     return build_once(
-        dest, f"{_RECIPE} heads 12/6", lambda scratch: heads.convert(original, scratch, num_heads=12, num_kv_heads=6)
+        dest,
+        f"{_RECIPE} heads {num_heads}/{num_kv_heads} v2",
+        lambda scratch: heads.convert(original, scratch, num_heads=num_heads, num_kv_heads=num_kv_heads),
     )
 
 

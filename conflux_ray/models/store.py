@@ -14,7 +14,8 @@ from conflux_ray.models import smollm2, tiny
 
 SMOLLM2 = "smollm2-135m-instruct"
 SMOLLM2_12_6 = "smollm2-135m-instruct-12-6"
-NAMES = (SMOLLM2, SMOLLM2_12_6, *(f"tiny-{architecture}" for architecture in tiny.ARCHITECTURES))
+SMOLLM2_12_12 = "smollm2-135m-instruct-12-12"
+NAMES = (SMOLLM2, SMOLLM2_12_6, SMOLLM2_12_12, *(f"tiny-{architecture}" for architecture in tiny.ARCHITECTURES))
 
 
 def root() -> Path:
@@ -49,4 +50,6 @@ def model_dir(name: str, **shape: Any) -> Path:
     if shape:
         raise ValueError(f"{name} has one shape, it does not take {', '.join(shape)}")
     original = smollm2.fetch(root() / SMOLLM2)
-    return original if name == SMOLLM2 else smollm2.fetch_12_6(root() / SMOLLM2_12_6, original)
+    if name == SMOLLM2:
+        return original
+    return smollm2.fetch_padded(root() / name, original, 12, 6 if name == SMOLLM2_12_6 else 12)

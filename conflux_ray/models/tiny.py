@@ -54,7 +54,9 @@ _LARGEST_VOCAB = _SMALLEST_VOCAB + len(_PRINTABLE) ** 2
 
 @dataclass(frozen=True, kw_only=True)
 class TinyModel:
-    """The shape and seed of a tiny model. Embeddings are untied.
+    """The shape and seed of a tiny model. Embeddings are untied; `max_position` is in tokens.
+
+    The end token is a token like any other, so a greedy continuation contains it now and then.
 
     Raises:
         ValueError: An unknown architecture or an impossible shape.
@@ -82,6 +84,11 @@ class TinyModel:
             raise ValueError(f"seed={self.seed} must not be negative")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.architecture == "llama" and self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}: transformers refuses "
+                "such a Llama even where head_dim is given; change one, or use qwen3"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 
@@ -31,17 +32,14 @@ class PendingPrefill:
     prefill_blocks: int = 0  # blocks to reserve on EVERY rank before the first chunk; 0 once reserved
     decode_blocks: int = 0  # blocks to reserve on ONE rank before the completing chunk; 0 if it needs no placement
     needs_placement: bool = True  # False for a request that ends with its first token
+    remaining: int = field(init=False)  # m_i, tokens
 
     def __post_init__(self) -> None:
         if not 0 <= self.computed_tokens < self.total_tokens:
             raise ValueError(
                 f"{self.request_id}: computed_tokens={self.computed_tokens} must be in [0, {self.total_tokens})"
             )
-
-    @property
-    def remaining(self) -> int:
-        """m_i, tokens."""
-        return self.total_tokens - self.computed_tokens
+        object.__setattr__(self, "remaining", self.total_tokens - self.computed_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,25 +52,47 @@ class ResidentDecode:
     deadline: float = float("inf")  # of its next token
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DecodeState:
-    """The resident decodes of every rank, D = (D_0, ..., D_{N-1})."""
+    """The resident decodes of every rank, D = (D_0, ..., D_{N-1}).
+
+    Planning reads their sums only. They are computed once, when first asked for; a caller that keeps them itself gives
+    them to `summed` and spares building a `ResidentDecode` for each decode in each iteration.
+    """
 
     ranks: tuple[tuple[ResidentDecode, ...], ...]
 
+    @classmethod
+    def summed(cls, tokens: Sequence[int], context: Sequence[int], tightest_tbt: float = float("inf")) -> DecodeState:
+        """A state known by its sums; `ranks` stays empty.
+
+        Args:
+            tokens: n_r^d of each rank.
+            context: aggregate decode context of each rank, tokens.
+            tightest_tbt: the smallest TBT of all resident decodes, seconds; infinity if there are none.
+        """
+        state = cls(())
+        vars(state).update(tokens=tuple(tokens), context=tuple(context), tightest_tbt=tightest_tbt)
+        return state
+
     @property
     def num_ranks(self) -> int:
-        return len(self.ranks)
+        return len(self.tokens)
 
-    @property
+    @cached_property
     def tokens(self) -> tuple[int, ...]:
         """n_r^d per rank, tokens."""
-        return tuple(len(rank) for rank in self.ranks)
+        return tuple([len(rank) for rank in self.ranks])
 
-    @property
+    @cached_property
     def context(self) -> tuple[int, ...]:
         """Aggregate decode context per rank, tokens (the argument of f_D in Eq. 5)."""
-        return tuple(sum(d.context_tokens for d in rank) for rank in self.ranks)
+        return tuple([sum([d.context_tokens for d in rank]) for rank in self.ranks])
+
+    @cached_property
+    def tightest_tbt(self) -> float:
+        """The smallest TBT of all resident decodes, seconds (tau of Algorithm 1); infinity if there are none."""
+        return min([min([d.tbt for d in rank]) for rank in self.ranks if rank], default=float("inf"))
 
 
 @dataclass(slots=True)
@@ -150,9 +170,7 @@ class Decision:
 class Policy(Protocol):
     """A scheduling policy: which pending prefills run in the next iteration, how they are cut, where they land."""
 
-    def schedule(
-        self, pending: Sequence[PendingPrefill], decodes: DecodeState, kv: KVState, now: float
-    ) -> Decision:
+    def schedule(self, pending: Sequence[PendingPrefill], decodes: DecodeState, kv: KVState, now: float) -> Decision:
         """Plan one iteration. `kv` is the caller's copy, to change freely. Every resident decode runs anyway.
 
         A chunk that starts a request needs `kv.can_start`; one that completes a request with `needs_placement`

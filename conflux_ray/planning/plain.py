@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from conflux_ray.planning.dispatch import ensure_token
 from conflux_ray.planning.interface import Decision, DecodeState, KVState, PendingPrefill, PrefillChunk
 
 
 def even_split(length: int, num_ranks: int) -> list[int]:
     """Cut `length` tokens into `num_ranks` shards that differ by at most one token."""
     return [length // num_ranks + (r < length % num_ranks) for r in range(num_ranks)]
-
-
-def ensure_token(shard: list[int], rank: int) -> list[int]:
-    """`shard` with at least one token on `rank`, taken from the largest shard: its last token is sampled there."""
-    shard = list(shard)
-    if shard[rank] == 0:
-        shard[max(range(len(shard)), key=lambda r: shard[r])] -= 1
-        shard[rank] = 1
-    return shard
 
 
 class PlainPolicy:
@@ -46,7 +38,11 @@ class PlainPolicy:
             completes = length == request.remaining
             shard = even_split(length, n)
             if completes and request.needs_placement:
-                ranks = [r for r in range(n) if kv.fits(request, r) and resident[r] < self.max_decodes]
+                ranks = [
+                    r
+                    for r in range(n)
+                    if kv.fits(request, r, request.prefill_blocks) and resident[r] < self.max_decodes
+                ]
                 if not ranks:
                     break
                 rank = min(ranks, key=lambda r: (context[r], r))
@@ -58,9 +54,7 @@ class PlainPolicy:
             if request.request_id in placements:
                 kv.place(request, placements[request.request_id])
             left -= length
-            chunks.append(
-                PrefillChunk(request.request_id, request.computed_tokens, length, tuple(shard), completes)
-            )
+            chunks.append(PrefillChunk(request.request_id, request.computed_tokens, length, tuple(shard), completes))
         return Decision(tuple(chunks), placements, budget=self.budget)
 
     def observe(self, decision: Decision, measured: float) -> None:

@@ -31,8 +31,8 @@ class Writer:
         self._queue.enqueue(data, timeout)
 
     def close(self) -> None:
-        """Free the shared memory once the readers are gone."""
-        self._queue.shutdown()
+        """Close the sockets; the shared memory goes with the object."""
+        _close(self._queue)
 
 
 class Reader:
@@ -53,7 +53,7 @@ class Reader:
         self._queue.wait_until_ready()
 
     def receive(self, timeout: float) -> bytes:
-        """The next message; raises TimeoutError after `timeout` seconds, RuntimeError once closed."""
+        """The next message; raises TimeoutError after `timeout` seconds."""
         # A wake-up can be lost while the reader's subscription is young, so look at the buffer at least every second.
         waited = 0.0
         while True:
@@ -66,5 +66,16 @@ class Reader:
                     raise
 
     def close(self) -> None:
-        """Wake a blocked `receive`."""
-        self._queue.shutdown()
+        """Close the sockets. No `receive` may be running."""
+        _close(self._queue)
+
+
+def _close(queue: MessageQueue) -> None:
+    # An open socket with an unsent message would block the interpreter when its context is collected.
+    queue.shutting_down = True
+    condition = queue._spin_condition
+    sockets = [queue.local_socket, condition.local_notify_socket]
+    if condition.is_reader:
+        sockets += [condition.write_cancel_socket, condition.read_cancel_socket]
+    for socket in sockets:
+        socket.close(linger=0)

@@ -21,6 +21,8 @@ class ConfluxCpuPlatform(Platform):
     dispatch_key = "CPU"
     dist_backend = "gloo"
     device_control_env_var = "CPU_VISIBLE_MEMORY_NODES"
+    # Inductor would take half a minute to compile a few one-line helpers.
+    simple_compile_backend = "eager"
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:

@@ -163,8 +163,10 @@ class EngineModel:
             self.abort(self.rng.choice(self.requests))
         stuck = not self.in_flight and not self.transfers
         if stuck or self.rng.random() < 0.5:
+            preempted = self.seen["preempted"]
             planned = len(self.in_flight) < self.RUN_AHEAD and self.plan(eager=stuck)
-            require(planned or not stuck or all(r.done for r in self.requests), "deadlock: nothing can be planned")
+            progress = planned or self.seen["preempted"] > preempted or all(r.done for r in self.requests)
+            require(progress or not stuck, "deadlock: nothing can be planned")
         if self.rng.random() < 0.5:
             self.execute_one()
         if self.rng.random() < 0.4:
@@ -178,6 +180,7 @@ class EngineModel:
 
     def plan(self, eager: bool) -> bool:
         """Plan and issue one iteration; `eager` leaves out nothing that is possible. False if there is nothing."""
+        self.freed = [b for b in self.freed if b not in self.ledger.holder]
         poison_first = self.rng.random() < 0.5
         plan = Iteration(self.next_iteration, list(self.freed) if poison_first else [])
         self.plan_decodes(plan)

@@ -1,0 +1,1 @@
+"""Benchmarks: trace loaders, load generators and the commands behind `conflux bench`."""

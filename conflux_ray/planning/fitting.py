@@ -1,0 +1,480 @@
+"""From profile rows to a latency model (section 6.2, "Estimator construction"; appendix D, "Fitting").
+
+Each component is measured alone and fitted alone; whole iterations then give what only shows when both paths run:
+alpha, beta, the exposed share of KV transfers, and the host's time where it was not measured by itself. All fits
+minimise squared *relative* errors, since the profile is judged by its MAPE and spans four orders of magnitude, and keep
+every coefficient non-negative, since the dispatcher's search needs a latency that does not fall as work grows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from conflux_ray.planning.latency_model import NOTHING, Affine, Contention, GemmCurve, IterationLoad, LatencyModel
+from conflux_ray.planning.profile import FitError, Profile
+
+Floats = NDArray[np.float64]
+Curve = Affine | GemmCurve
+
+COMPONENTS = {
+    "gemm": "tokens of a rank; the shared linear region of one layer, all-reduces of the base TP included",
+    "decode": "aggregate context of a rank, tokens; decode attention of one layer",
+    "prefill": "sum of l (c + (l + 1) / 2) over the chunks, divided by N; prefill attention of one layer",
+    "comm": "tokens of the largest shard; both all-to-alls of one layer",
+    "transfer": "tokens whose KV arrives at one rank from the others; KV transfer of one layer",
+    "host": "sampled tokens of the busiest rank; everything of an iteration outside its layers",
+}
+"""What `x` and `seconds` of a component row mean."""
+
+FOLDS = 5
+MIN_POINTS = 4
+SPREAD = 2.0
+"""A slope needs at least MIN_POINTS different x, the largest at least SPREAD times the smallest."""
+
+
+class FitRefusedError(ValueError):
+    """The rows cannot identify a coefficient; the message says which, and what to measure."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentRow:
+    """One component, measured alone.
+
+    Args:
+        component: a key of `COMPONENTS`.
+        x: its workload.
+        seconds: of one layer; of one iteration for `host`.
+
+    Raises:
+        ValueError: there is no such component, or a value is out of range.
+    """
+
+    component: str
+    x: float
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if self.component not in COMPONENTS:
+            raise ValueError(f"component={self.component!r} is not one of {', '.join(COMPONENTS)}")
+        if not (self.x >= 0 and 0 < self.seconds < float("inf")):
+            raise ValueError(
+                f"{self.component}: x={self.x} must be >= 0 and seconds={self.seconds} positive and finite"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class IterationRow:
+    """One whole iteration, as the engine runs it.
+
+    Args:
+        load: what it computed.
+        seconds: from the plan's arrival to the last rank's result.
+        overlap: whether the attention paths ran beside each other.
+        decode_sms: SM partition of the decode stream, if any.
+        held_out: set aside for evaluation; not fitted.
+    """
+
+    load: IterationLoad
+    seconds: float
+    overlap: bool = True
+    decode_sms: int | None = None
+    held_out: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.seconds < float("inf"):
+            raise ValueError(f"iteration: seconds={self.seconds} must be positive and finite")
+
+
+Row = ComponentRow | IterationRow
+
+
+def row_to_json(row: Row) -> dict[str, Any]:
+    """A row as a JSON object: one line of a profiler's output file."""
+    if isinstance(row, ComponentRow):
+        return {"kind": "component", **asdict(row)}
+    fields = asdict(row)
+    return {"kind": "iteration", **fields.pop("load"), **fields}
+
+
+def row_from_json(fields: Mapping[str, Any]) -> Row:
+    """The row of a JSON object.
+
+    Raises:
+        ValueError: it is no row; the message names the field.
+    """
+    fields = dict(fields)
+    kind = fields.pop("kind", None)
+    try:
+        if kind == "component":
+            return ComponentRow(**fields)
+        if kind == "iteration":
+            over_ranks = ("decode_tokens", "decode_context", "prefill_tokens", "incoming")
+            load = IterationLoad(
+                **{name: tuple(fields.pop(name)) for name in over_ranks},
+                chunks=tuple((length, context) for length, context in fields.pop("chunks")),
+            )
+            return IterationRow(load, **fields)
+    except KeyError as error:
+        raise ValueError(f"{kind} row has no field {error}") from error
+    except TypeError as error:
+        raise ValueError(f"{kind} row: {error}") from error
+    raise ValueError(f"kind={kind!r} is neither 'component' nor 'iteration'")
+
+
+def fit_error(predicted: ArrayLike, measured: ArrayLike) -> FitError:
+    """Absolute percentage errors of `predicted` against `measured`, both seconds, of equal length and not empty."""
+    truth = np.asarray(measured, dtype=np.float64)
+    errors = 100 * np.abs(np.asarray(predicted, dtype=np.float64) - truth) / truth
+    p50, p95 = np.percentile(errors, (50, 95))
+    return FitError(len(errors), float(errors.mean()), float(p50), float(p95), float(errors.max()))
+
+
+def evaluate(model: LatencyModel, rows: Iterable[Row]) -> FitError:
+    """Errors of the model on the whole iterations among `rows`, each under the setting it was measured with.
+
+    Raises:
+        FitRefusedError: there is no such row.
+    """
+    iterations = [row for row in rows if isinstance(row, IterationRow)]
+    if not iterations:
+        raise FitRefusedError("there are no iteration rows to evaluate the model on")
+    predicted = [model.predict(r.load, overlap=r.overlap, decode_sms=r.decode_sms).seconds for r in iterations]
+    return fit_error(predicted, [r.seconds for r in iterations])
+
+
+def fit_profile(
+    rows: Sequence[Row],
+    *,
+    model: str,
+    machine: str,
+    num_layers: int,
+    num_ranks: int,
+    base_tp: int = 1,
+    versions: Mapping[str, str] | None = None,
+    date: str = "",
+) -> Profile:
+    """Fit a latency model.
+
+    Needs rows of gemm, decode, prefill and, with more than one rank, comm. Iteration rows are optional, but without
+    overlapped ones the model never overlaps, and without any the host's time must have rows of its own. Transfer rows
+    are optional.
+
+    Args:
+        rows: what the profiler measured.
+        model: the served model.
+        machine: the device, in words.
+        num_layers: L.
+        num_ranks: N.
+        base_tp: devices of one logical rank.
+        versions: of the measured software, by package.
+        date: ISO 8601.
+
+    Returns:
+        The profile, with errors in-sample and held out.
+
+    Raises:
+        FitRefusedError: a coefficient cannot be identified.
+    """
+    columns = _columns(rows)
+    required = ["gemm", "decode", "prefill", *(["comm"] if num_ranks > 1 else [])]
+    for name in required:
+        if name not in columns:
+            raise FitRefusedError(f"{name}: no rows; measure it over x = {COMPONENTS[name]}")
+    gemm, forms = fit_gemm(*columns["gemm"])
+    affine = {name: fit_affine(name, *columns[name]) for name in columns if name != "gemm"}
+    curves: dict[str, Curve] = {"gemm": gemm, **affine}
+    in_sample = {
+        name: fit_error([curve(x) for x in columns[name][0].tolist()], columns[name][1])
+        for name, curve in curves.items()
+    }
+    held_out = {"gemm": forms[gemm.form], **{name: _cross_validated(*columns[name], _affine) for name in affine}}
+    latency = LatencyModel(
+        name=f"{model}:{machine}:sp{num_ranks}tp{base_tp}:{date}",
+        num_layers=num_layers,
+        num_ranks=num_ranks,
+        gemm=gemm,
+        decode=affine["decode"],
+        prefill=affine["prefill"],
+        comm=affine.get("comm", NOTHING),
+        transfer=affine.get("transfer", NOTHING),
+        host=affine.get("host", NOTHING),
+        contention=(),
+    )
+    iterations = [row for row in rows if isinstance(row, IterationRow)]
+    fitted, aside = [r for r in iterations if not r.held_out], [r for r in iterations if r.held_out]
+    latency = _calibrate(latency, fitted, host_known="host" in columns)
+    if fitted:
+        in_sample["iteration"] = evaluate(latency, fitted)
+    if aside:
+        held_out["iteration"] = evaluate(latency, aside)
+    return Profile(
+        latency=latency,
+        measured=True,
+        model=model,
+        machine=machine,
+        base_tp=base_tp,
+        versions=dict(versions or {}),
+        date=date,
+        rows=dict(Counter(r.component if isinstance(r, ComponentRow) else "iteration" for r in rows)),
+        in_sample=in_sample,
+        held_out=held_out,
+        gemm_forms=forms,
+    )
+
+
+def _columns(rows: Iterable[Row]) -> dict[str, tuple[Floats, Floats]]:
+    """(x, seconds) of every component that has rows, in the order of `COMPONENTS`, sorted by x."""
+    columns = {}
+    for name in COMPONENTS:
+        pairs = sorted((r.x, r.seconds) for r in rows if isinstance(r, ComponentRow) and r.component == name)
+        if pairs:
+            columns[name] = (np.array([x for x, _ in pairs]), np.array([y for _, y in pairs]))
+    return columns
+
+
+def _require_spread(name: str, x: Floats) -> None:
+    points = np.unique(x)
+    if len(points) < MIN_POINTS or points[-1] < SPREAD * max(points[0], 1):
+        raise FitRefusedError(
+            f"{name}: {len(points)} different x in [{points[0]:g}, {points[-1]:g}] cannot tell slope from intercept: "
+            f"measure at least {MIN_POINTS}, the largest {SPREAD:g} times the smallest (x = {COMPONENTS[name]})"
+        )
+
+
+def _non_negative(columns: Floats, y: Floats) -> Floats:
+    """Least squares of relative errors with non-negative coefficients, for a handful of columns.
+
+    Args:
+        columns: shape (rows, coefficients).
+        y: seconds, positive.
+    """
+    scaled = columns / y[:, None]
+    best, least = np.zeros(columns.shape[1]), np.inf
+    # The optimum is the plain least-squares solution of some subset of the columns: try all of the few subsets.
+    for subset in range(1, 2 ** columns.shape[1]):
+        chosen = [k for k in range(columns.shape[1]) if subset >> k & 1]
+        solution = np.linalg.lstsq(scaled[:, chosen], np.ones(len(y)), rcond=None)[0]
+        if (solution < 0).any():
+            continue
+        error = float(((scaled[:, chosen] @ solution - 1) ** 2).sum())
+        if error < least:
+            best, least = np.zeros(columns.shape[1]), error
+            best[chosen] = solution
+    return best
+
+
+def fit_affine(name: str, x: Floats, y: Floats) -> Affine:
+    """The affine component `name` through (x, y) (Eqs. 8, 10, 11).
+
+    Raises:
+        FitRefusedError: x varies too little.
+    """
+    _require_spread(name, x)
+    return _affine(x, y)
+
+
+def _affine(x: Floats, y: Floats) -> Affine:
+    slope, intercept = _non_negative(np.column_stack((x, np.ones_like(x))), y)
+    return Affine(float(slope), float(intercept))
+
+
+def fit_gemm(x: Floats, y: Floats) -> tuple[GemmCurve, dict[str, FitError]]:
+    """f_GEMM in the form with the least cross-validated MAPE; a simpler form that is within a tenth of it is preferred.
+
+    Args:
+        x: tokens of a rank.
+        y: seconds.
+
+    Returns:
+        The curve, and the cross-validated error of every form.
+
+    Raises:
+        FitRefusedError: x varies too little.
+    """
+    _require_spread("gemm", x)
+    forms: dict[str, Callable[[Floats, Floats], GemmCurve]] = {
+        "affine": _gemm_affine,
+        "floor": _gemm_floor,
+        "piecewise": _gemm_piecewise,
+    }
+    errors = {form: _cross_validated(x, y, fit) for form, fit in forms.items()}
+    least = min(error.mape for error in errors.values())
+    chosen = next(form for form in forms if errors[form].mape <= 1.1 * least + 1e-9)
+    return forms[chosen](x, y), errors
+
+
+def _gemm_affine(x: Floats, y: Floats) -> GemmCurve:
+    slope, intercept = _non_negative(np.column_stack((x, np.ones_like(x))), y)
+    return GemmCurve.affine(float(slope), float(intercept))
+
+
+def _gemm_floor(x: Floats, y: Floats) -> GemmCurve:
+    """Flat to a knee, then linear; the knee is where the relative error is least."""
+
+    def fit(knee: float) -> tuple[float, Floats]:
+        columns = np.column_stack((np.ones_like(x), np.maximum(0.0, x - knee)))
+        coefficients = _non_negative(columns, y)
+        return float((((columns @ coefficients) / y - 1) ** 2).sum()), coefficients
+
+    candidates = np.unique(x)
+    # Between two measured points the error is smooth in the knee: look around the best point on a finer grid.
+    coarse = int(np.argmin([fit(knee)[0] for knee in candidates]))
+    around = np.linspace(candidates[max(coarse - 1, 0)], candidates[min(coarse + 1, len(candidates) - 1)], 65)
+    knee = float(min(around, key=lambda k: fit(k)[0]))
+    floor, slope = fit(knee)[1]
+    return GemmCurve.floor(float(floor), knee, float(slope))
+
+
+def _gemm_piecewise(x: Floats, y: Floats, max_knots: int = 16) -> GemmCurve:
+    """Straight pieces between geometrically spaced measured points, made monotone, flat below the first one."""
+    points = np.unique(x)
+    if len(points) > max_knots:
+        spaced = np.geomspace(max(points[0], 1), points[-1], max_knots)
+        points = np.unique(points[np.abs(points[:, None] - spaced[None, :]).argmin(axis=0)])
+    hats = np.column_stack([np.interp(x, points, unit) for unit in np.eye(len(points))])
+    seconds = np.linalg.lstsq(hats / y[:, None], np.ones_like(y), rcond=None)[0]
+    seconds = _isotonic(np.maximum(seconds, 0.0))
+    top = x >= x[-1] / 4
+    tail = (x[top], y[top]) if len(np.unique(x[top])) > 1 else (x, y)
+    slope, _ = _non_negative(np.column_stack((tail[0], np.ones_like(tail[0]))), tail[1])
+    if points[0] > 0:
+        points, seconds = np.concatenate(([0.0], points)), np.concatenate((seconds[:1], seconds))
+    return GemmCurve(tuple(points.tolist()), tuple(seconds.tolist()), float(slope), "piecewise")
+
+
+def _isotonic(values: Floats) -> Floats:
+    """The non-decreasing sequence nearest to `values` (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []
+    for value in values.tolist():
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            before, size = pools.pop()
+            mean, count = (mean * count + before * size) / (count + size), count + size
+        pools.append((mean, count))
+    return np.concatenate([np.full(count, mean) for mean, count in pools])
+
+
+def _cross_validated(x: Floats, y: Floats, fit: Callable[[Floats, Floats], Curve]) -> FitError:
+    """Errors on rows that were left out: all rows of one x are left out together, every `FOLDS`-th x in one fold.
+
+    The smallest and the largest x always stay in: predicting outside the measured range is not what is judged.
+    """
+    inner = np.unique(x)[1:-1]
+    predicted, measured = [], []
+    for fold in range(min(FOLDS, len(inner))):
+        out = np.isin(x, inner[fold::FOLDS])
+        curve = fit(x[~out], y[~out])
+        predicted += [curve(value) for value in x[out].tolist()]
+        measured += y[out].tolist()
+    return fit_error(predicted, measured)
+
+
+def _calibrate(model: LatencyModel, rows: Sequence[IterationRow], host_known: bool) -> LatencyModel:
+    """Add host, alpha, beta and the exposed share of transfers from whole iterations."""
+    if not host_known:
+        model = replace(model, host=_fit_host(model, [r for r in rows if not _mixed(r) or not r.overlap]))
+    settings = sorted(
+        {r.decode_sms for r in rows if _mixed(r) and r.overlap}, key=lambda sms: (sms is not None, sms or 0)
+    )
+    contention = tuple(
+        _fit_contention(model, sms, [r for r in rows if _mixed(r) and r.overlap and r.decode_sms == sms])
+        for sms in settings
+    )
+    model = replace(model, contention=contention)
+    moving = [r for r in rows if any(r.load.incoming)]
+    if moving:
+        model = replace(model, transfer_exposed=_fit_exposed(model, moving))
+    return model
+
+
+def _mixed(row: IterationRow) -> bool:
+    return bool(any(row.load.decode_tokens) and any(row.load.prefill_tokens))
+
+
+def _parts(model: LatencyModel, row: IterationRow) -> tuple[float, float, float]:
+    """Standalone (linear, prefill, decode) times of a row, seconds a layer."""
+    estimator = model.given(row.load.decode_tokens, row.load.decode_context)
+    load = row.load
+    return model.linear(load.max_load), estimator.prefill_path(load.max_shard, load.work), estimator.decode_path
+
+
+def _fit_host(model: LatencyModel, rows: Sequence[IterationRow]) -> Affine:
+    """f_host from what iterations without contention and transfers take beyond their layers."""
+    rows = [r for r in rows if not any(r.load.incoming)]
+    if len(rows) < MIN_POINTS:
+        raise FitRefusedError(
+            f"host: {len(rows)} iterations without overlap or transfers cannot identify the time outside the layers; "
+            f"measure `host` rows, or at least {MIN_POINTS} decode-only, prefill-only or serial iterations"
+        )
+    y = np.array([r.seconds for r in rows])
+    layers = np.array([model.num_layers * sum(_parts(model, r)) for r in rows])
+    sampled = np.array([float(max(r.load.decode_tokens)) for r in rows])
+    columns = np.column_stack((sampled, np.ones_like(sampled)))
+    # Relative to the whole iteration: a small rest of a long one says little.
+    rest = np.maximum(y - layers, 0.0)
+    slope, intercept = 0.0, float(np.average(rest, weights=1 / y**2))
+    if len(np.unique(sampled)) > 1:
+        solution = np.linalg.lstsq(columns / y[:, None], rest / y, rcond=None)[0]
+        if (solution >= 0).all():
+            slope, intercept = float(solution[0]), float(solution[1])
+    return Affine(slope, intercept)
+
+
+def _fit_contention(model: LatencyModel, sms: int | None, rows: Sequence[IterationRow]) -> Contention:
+    """alpha and beta of one overlap setting (Eq. 4)."""
+    rows = [r for r in rows if not any(r.load.incoming)]
+    parts = np.array([_parts(model, r) for r in rows]).reshape(-1, 3)
+    linear, prefill, decode = parts.T
+    where = "without a partition" if sms is None else f"with decode_sms={sms}"
+    for name, slower, faster in (("alpha", decode, prefill), ("beta", prefill, decode)):
+        if not (slower > faster).any():
+            path = "decode" if name == "alpha" else "prefill"
+            raise FitRefusedError(
+                f"{name}: {path} attention is the slower path in none of the {len(rows)} overlapped mixed iterations "
+                f"{where}; measure iterations with more {path} work"
+            )
+    y = np.array([r.seconds for r in rows])
+    host = np.array([model.host(max(r.load.decode_tokens)) for r in rows])
+    factors = np.linspace(1.0, 5.0, 801)
+
+    def error(alpha: ArrayLike, beta: ArrayLike) -> Floats:
+        attention = np.maximum(np.multiply.outer(beta, prefill), np.multiply.outer(alpha, decode))
+        predicted = model.num_layers * (linear + attention) + host
+        return ((predicted / y - 1) ** 2).sum(axis=-1)
+
+    alpha, beta = 1.0, 1.0
+    for _ in range(20):
+        before = (alpha, beta)
+        alpha = float(factors[error(factors, np.full_like(factors, beta)).argmin()])
+        beta = float(factors[error(np.full_like(factors, alpha), factors).argmin()])
+        if (alpha, beta) == before:
+            break
+    return Contention(alpha, beta, sms)
+
+
+def _fit_exposed(model: LatencyModel, rows: Sequence[IterationRow]) -> float:
+    """The share of the shorter of transfer and layers that adds to the iteration."""
+    if model.transfer == NOTHING:
+        raise FitRefusedError("transfer: iterations with incoming KV but no transfer rows; measure the transfer alone")
+    y = np.array([r.seconds for r in rows])
+    hidden, added = (
+        np.array(
+            [
+                replace(model, transfer_exposed=share)
+                .predict(r.load, overlap=r.overlap, decode_sms=r.decode_sms)
+                .seconds
+                for r in rows
+            ]
+        )
+        for share in (0.0, 1.0)
+    )
+    # The prediction is linear in the share: weighted least squares in one unknown.
+    gain = (added - hidden) / y
+    share = float(gain @ ((y - hidden) / y) / max(float(gain @ gain), 1e-300))
+    return min(max(share, 0.0), 1.0)

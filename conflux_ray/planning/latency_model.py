@@ -1,0 +1,371 @@
+"""How long an iteration takes (paper, section 6.2, Eqs. 2-6, and appendix D, Eqs. 7-12).
+
+An iteration has two boundaries a layer: the shared linear region ends when the rank with the most tokens ends, the
+attention region when the slower of the prefill and the decode path ends:
+
+    T_iter = L * T_layer + f_host(max_r n_r^d)
+    T_layer = T_X <+> (f_GEMM(max_r (n_r^p + n_r^d)) + f_AR(same) + T_ATTN)
+    T_ATTN = max(beta * T_P, alpha * T_D), or T_P + T_D without overlap; the other path's time when one is absent
+    T_D = max_r f_D(sum of c_i on r),  T_P = f_comm(max_r n_r^p) + f_P(1/N * sum of l_i (c_i + (l_i + 1) / 2))
+
+Three terms are not the paper's: f_host, the time outside the layers (launch, sampling, messages); f_AR, the
+all-reduces of a base tensor parallelism whose profile keeps them apart from f_GEMM; T_X, the KV that arrives at the
+busiest target of this iteration's transitions. T_X runs beside the layers, so `<+>` is max(a, b) + e * min(a, b), with
+e the measured share of the shorter one that stays exposed.
+
+Units: seconds and tokens. Component functions are per layer, except f_host.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """f(x) = slope * x + intercept (Eqs. 7, 8, 10, 11), seconds.
+
+    Raises:
+        ValueError: a coefficient is negative; time would fall as work grows, and the dispatcher's search needs order.
+    """
+
+    slope: float
+    intercept: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.slope >= 0 and self.intercept >= 0):
+            raise ValueError(f"coefficients of {self} must be non-negative; measure again or refit")
+
+    def __call__(self, x: float) -> float:
+        return self.slope * x + self.intercept
+
+
+NOTHING = Affine(0.0)
+"""The component that takes no time."""
+
+
+@dataclass(frozen=True, slots=True)
+class GemmCurve:
+    """f_GEMM as straight pieces between knots, then `slope` (Eq. 3 asks only that it does not decrease).
+
+    One class holds the three forms that fitting compares: `affine` (Eq. 7) has the single knot 0; `floor` is flat from
+    0 to a knee, because the weights are read whatever the batch, and linear after it; `piecewise` follows measured
+    steps.
+
+    Args:
+        tokens: knots, increasing, the first one 0.
+        seconds: values at the knots, not decreasing.
+        slope: seconds per token after the last knot.
+        form: how it was fitted, for reports.
+
+    Raises:
+        ValueError: the knots are not such.
+    """
+
+    tokens: tuple[float, ...]
+    seconds: tuple[float, ...]
+    slope: float
+    form: str = "affine"
+
+    def __post_init__(self) -> None:
+        increasing = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
+        monotone = all(a <= b for a, b in zip(self.seconds, self.seconds[1:], strict=False))
+        if not self.tokens or self.tokens[0] != 0 or len(self.tokens) != len(self.seconds) or not increasing:
+            raise ValueError(f"f_GEMM: knots {self.tokens} must start at 0, increase, and each have a value")
+        if not monotone or not self.seconds[0] >= 0 or not self.slope >= 0:
+            raise ValueError(f"f_GEMM must not decrease: seconds={self.seconds}, slope={self.slope}")
+
+    @classmethod
+    def affine(cls, slope: float, intercept: float) -> GemmCurve:
+        """Eq. 7."""
+        return cls((0.0,), (intercept,), slope, "affine")
+
+    @classmethod
+    def floor(cls, floor: float, knee: float, slope: float) -> GemmCurve:
+        """`floor` seconds up to `knee` tokens, then `slope` seconds a token more."""
+        if knee <= 0:
+            return cls((0.0,), (floor,), slope, "floor")
+        return cls((0.0, knee), (floor, floor), slope, "floor")
+
+    def __call__(self, n: float) -> float:
+        k = bisect_right(self.tokens, n) - 1
+        if k == len(self.tokens) - 1:
+            return self.seconds[-1] + self.slope * (n - self.tokens[-1])
+        x0, x1, y0, y1 = self.tokens[k], self.tokens[k + 1], self.seconds[k], self.seconds[k + 1]
+        return y0 + (y1 - y0) * (n - x0) / (x1 - x0)
+
+    @property
+    def knee(self) -> float:
+        """Tokens up to which f_GEMM costs no more than it does for none."""
+        flat = [n for n, s in zip(self.tokens, self.seconds, strict=True) if s == self.seconds[0]]
+        return float("inf") if len(flat) == len(self.tokens) and self.slope == 0 else flat[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """How much the two attention paths slow each other down when they overlap (Eq. 4).
+
+    Args:
+        alpha: factor on the decode path, at least 1.
+        beta: factor on the prefill path, at least 1.
+        decode_sms: the SM partition of the decode stream for which this holds; None is no partition.
+    """
+
+    alpha: float
+    beta: float
+    decode_sms: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.alpha >= 1 and self.beta >= 1):
+            raise ValueError(f"alpha={self.alpha} and beta={self.beta} are slowdowns and must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class IterationLoad:
+    """What one iteration computes. Tuples over ranks have one entry for each of the N logical ranks.
+
+    Args:
+        decode_tokens: n_r^d, resident decodes of each rank.
+        decode_context: sum of their context on each rank, tokens.
+        prefill_tokens: n_r^p, prefill tokens of each rank; empty means none.
+        chunks: (l_i, c_i) of each prefill chunk: its length and the context before it, tokens.
+        incoming: tokens whose KV arrives at each rank from the others; empty means none.
+    """
+
+    decode_tokens: tuple[int, ...]
+    decode_context: tuple[int, ...]
+    prefill_tokens: tuple[int, ...] = ()
+    chunks: tuple[tuple[int, int], ...] = ()
+    incoming: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        n = len(self.decode_tokens)
+        if len(self.decode_context) != n or any(len(t) not in (0, n) for t in (self.prefill_tokens, self.incoming)):
+            raise ValueError(f"every tuple over ranks of {self} must have {n} entries")
+        if sum(self.prefill_tokens) != sum(length for length, _ in self.chunks):
+            raise ValueError(f"prefill_tokens {self.prefill_tokens} do not add up to the chunks {self.chunks}")
+
+    @property
+    def max_load(self) -> int:
+        """max_r (n_r^p + n_r^d), the argument of f_GEMM in Eq. 3."""
+        prefill = self.prefill_tokens or (0,) * len(self.decode_tokens)
+        return max(p + d for p, d in zip(prefill, self.decode_tokens, strict=True))
+
+    @property
+    def max_shard(self) -> int:
+        """max_r n_r^p, the argument of f_comm in Eq. 6."""
+        return max(self.prefill_tokens, default=0)
+
+    @property
+    def work(self) -> float:
+        """Prefill attention workload of all chunks (Eq. 9), token pairs."""
+        return sum(chunk_work(length, context) for length, context in self.chunks)
+
+
+def chunk_work(length: int, context: int) -> float:
+    """Causal attention workload of a chunk, l (c + (l + 1) / 2), token pairs (Eq. 9)."""
+    return length * (context + (length + 1) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A predicted iteration with its parts; the parts are per layer. `overlap` and `decode_sms` are what it assumes."""
+
+    seconds: float
+    gemm: float
+    prefill: float
+    decode: float
+    attention: float
+    transfer: float
+    host: float
+    overlap: bool
+    decode_sms: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyModel:
+    """The latency of an iteration of one model on one machine with N logical ranks.
+
+    Args:
+        name: identity of the profile it came from.
+        num_layers: L.
+        num_ranks: N. f_comm holds for this degree only.
+        gemm: f_GEMM(tokens of the busiest rank).
+        decode: f_D(aggregate context of a rank).
+        prefill: f_P(workload of a rank, token pairs).
+        comm: f_comm(largest shard): both all-to-alls.
+        contention: the overlap settings to choose from; empty if the engine cannot overlap.
+        serial: whether running the paths one after the other is a choice too.
+        all_reduce: f_AR(tokens of the busiest rank); NOTHING where `gemm` was measured with it.
+        transfer: T_X(tokens arriving at the busiest target).
+        transfer_exposed: e in 0..1; 0 hides the shorter of transfer and layers, 1 adds them.
+        host: f_host(sampled tokens of the busiest rank), seconds per iteration.
+
+    Raises:
+        ValueError: a size is not positive, `transfer_exposed` is out of range, or no attention setting is left.
+    """
+
+    name: str
+    num_layers: int
+    num_ranks: int
+    gemm: GemmCurve
+    decode: Affine
+    prefill: Affine
+    comm: Affine
+    contention: tuple[Contention, ...] = (Contention(1.0, 1.0),)
+    serial: bool = True
+    all_reduce: Affine = NOTHING
+    transfer: Affine = NOTHING
+    transfer_exposed: float = 0.0
+    host: Affine = NOTHING
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1 or self.num_ranks < 1:
+            raise ValueError(f"num_layers={self.num_layers} and num_ranks={self.num_ranks} must be at least 1")
+        if not 0 <= self.transfer_exposed <= 1:
+            raise ValueError(f"transfer_exposed={self.transfer_exposed} must be in [0, 1]")
+        if not self.contention and not self.serial:
+            raise ValueError("neither overlapped nor serial attention is allowed; set `serial` or give `contention`")
+
+    @property
+    def free_level(self) -> float:
+        """Tokens of a rank up to which the shared linear region costs no more than for an idle one."""
+        return self.gemm.knee if self.all_reduce.slope == 0 else 0
+
+    def given(self, decode_tokens: Sequence[int], decode_context: Sequence[int]) -> IterationEstimator:
+        """The model with the resident decodes filled in: what remains depends on the prefills alone.
+
+        Args:
+            decode_tokens: n_r^d per rank.
+            decode_context: aggregate context per rank, tokens.
+
+        Raises:
+            ValueError: there are not N ranks.
+        """
+        if len(decode_tokens) != self.num_ranks or len(decode_context) != self.num_ranks:
+            raise ValueError(
+                f"latency model {self.name!r} is for {self.num_ranks} ranks, the decode state has "
+                f"{len(decode_tokens)}; use a profile of that degree"
+            )
+        return IterationEstimator(self, decode_tokens, decode_context)
+
+    def predict(self, load: IterationLoad, *, overlap: bool | None = None, decode_sms: int | None = None) -> Prediction:
+        """Latency of `load` (Eqs. 2-6).
+
+        Args:
+            load: the iteration.
+            overlap: whether the attention paths overlap; None takes the fastest setting of the model.
+            decode_sms: the partition if they do.
+
+        Raises:
+            ValueError: another number of ranks, or a setting that the model does not know.
+        """
+        estimator = self.given(load.decode_tokens, load.decode_context)
+        shard, work = load.max_shard, load.work
+        prefill = estimator.prefill_path(shard, work)
+        if overlap is None:
+            overlap, decode_sms = estimator.setting(shard, work)
+        attention = self._attention(prefill, estimator.decode_path, overlap, decode_sms)
+        gemm = self.linear(load.max_load)
+        incoming = max(load.incoming, default=0)
+        transfer = self.transfer(incoming) if incoming else 0.0
+        layer = self.with_transfer(gemm + attention, transfer)
+        return Prediction(
+            seconds=self.num_layers * layer + estimator.host,
+            gemm=gemm,
+            prefill=prefill,
+            decode=estimator.decode_path,
+            attention=attention,
+            transfer=transfer,
+            host=estimator.host,
+            overlap=overlap,
+            decode_sms=decode_sms if overlap else None,
+        )
+
+    def linear(self, max_load: float) -> float:
+        """Time of the shared linear region with `max_load` tokens on the busiest rank (Eq. 3), seconds a layer."""
+        if not max_load:
+            return 0.0
+        return self.gemm(max_load) + self.all_reduce.slope * max_load + self.all_reduce.intercept
+
+    def _attention(self, prefill: float, decode: float, overlap: bool, decode_sms: int | None) -> float:
+        if not prefill or not decode:
+            return prefill + decode
+        if not overlap:
+            return prefill + decode
+        for c in self.contention:
+            if c.decode_sms == decode_sms:
+                return max(c.beta * prefill, c.alpha * decode)
+        known = [c.decode_sms for c in self.contention]
+        raise ValueError(f"decode_sms={decode_sms} is not among the settings {known} of latency model {self.name!r}")
+
+    def with_transfer(self, layer: float, transfer: float) -> float:
+        """Time of a layer of `layer` seconds beside a KV transfer of `transfer` seconds."""
+        if not transfer:
+            return layer
+        return max(layer, transfer) + self.transfer_exposed * min(layer, transfer)
+
+
+class IterationEstimator:
+    """A latency model with the resident decodes fixed, for the dispatcher's many queries in one step.
+
+    Latency depends on a prefill assignment through four numbers only: the largest load, the largest shard, the total
+    attention work and the KV arriving at the busiest target. It does not decrease in any of them.
+    """
+
+    def __init__(self, model: LatencyModel, decode_tokens: Sequence[int], decode_context: Sequence[int]) -> None:
+        self.model = model
+        self.decode_path = model.decode(max(decode_context)) if any(decode_tokens) else 0.0  # T_D, Eq. 5
+        self.host = model.host(max(decode_tokens))
+        self._overlapped = [(c.beta, c.alpha * self.decode_path) for c in model.contention]
+        self._per_pair = model.prefill.slope / model.num_ranks
+
+    def prefill_path(self, shard: float, work: float) -> float:
+        """T_P (Eq. 6), seconds a layer: `shard` tokens on the rank with most, `work` token pairs over all ranks."""
+        if not shard:
+            return 0.0
+        comm = self.model.comm
+        return comm.slope * shard + comm.intercept + self._per_pair * work + self.model.prefill.intercept
+
+    def attention(self, prefill: float) -> float:
+        """T_ATTN (Eq. 4) under the fastest setting, for a prefill path of `prefill` seconds."""
+        decode = self.decode_path
+        if not prefill or not decode:
+            return prefill + decode
+        fastest = prefill + decode if self.model.serial else float("inf")
+        for beta, slowed_decode in self._overlapped:
+            slowed_prefill = beta * prefill
+            fastest = min(fastest, slowed_prefill if slowed_prefill > slowed_decode else slowed_decode)
+        return fastest
+
+    def setting(self, shard: float, work: float) -> tuple[bool, int | None]:
+        """The (overlap, decode_sms) that `attention` assumes; the first of equals, overlap before serial."""
+        prefill = self.prefill_path(shard, work)
+        if self.model.contention and (not prefill or not self.decode_path):
+            return True, self.model.contention[0].decode_sms
+        fastest = self.attention(prefill)
+        for c, (beta, slowed_decode) in zip(self.model.contention, self._overlapped, strict=True):
+            if max(beta * prefill, slowed_decode) <= fastest:
+                return True, c.decode_sms
+        return False, None
+
+    def seconds(self, load: float, shard: float, work: float, incoming: float = 0) -> float:
+        """T_iter (Eq. 2), seconds.
+
+        Args:
+            load: max_r (n_r^p + n_r^d), tokens.
+            shard: max_r n_r^p, tokens.
+            work: total prefill attention work, token pairs.
+            incoming: tokens whose KV arrives at the busiest target.
+        """
+        model = self.model
+        layer = model.linear(load) + self.attention(self.prefill_path(shard, work))
+        if incoming:
+            layer = model.with_transfer(layer, model.transfer(incoming))
+        return model.num_layers * layer + self.host
+
+    def transfer_alone(self, incoming: float) -> float:
+        """The part of T_iter that no other iteration could avoid if `incoming` tokens arrive in it, seconds."""
+        return self.model.num_layers * self.model.transfer(incoming) if incoming else 0.0

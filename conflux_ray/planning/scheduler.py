@@ -1,0 +1,249 @@
+"""The scheduler of one instance: which prefills run in the next iteration, how they are cut, where they will decode
+(section 6.4, Algorithm 1).
+
+What the paper leaves open, and what is done here:
+
+* tau is the smallest TBT of the resident decodes. With none resident nobody waits for a token; tau is then `idle_tau`,
+  which bounds how long an arrival waits for the next decision, and if not even one quantum fits, one runs all the same.
+* A completing chunk needs a token on its decode rank, and its KV arrives there. Both count: a rank where they would
+  break tau is no feasible rank. Only KV that breaks tau in every possible iteration is let through, and flagged.
+* A request whose prefill blocks cannot be reserved closes the door for other *new* requests in that step, while
+  requests that already hold blocks go on. So nothing smaller takes the memory that a larger request waits for: among
+  admitted ones the order is a promise, and behind it, shortest first, the later ones need no less memory anyway.
+* Starvation. A request is *overdue* `starvation_after` seconds past its deadline. In every step the longest overdue
+  request goes first, with at least min(m_i, `starvation_quantum`) tokens, even beyond tau (flagged), and at most
+  `starvation_share` of B_0 where that is more, so that a queue full of lost requests does not take on-time ones with
+  it. Bound: while its KV can be had, a request that is overdue completes its prefill within the sum of
+  ceil(m_j / starvation_quantum) steps over itself and the requests j whose deadlines passed before its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from conflux_ray.planning.correction import Correction
+from conflux_ray.planning.dispatch import Assignment, Dispatcher, ensure_token
+from conflux_ray.planning.interface import Decision, DecodeState, KVState, PendingPrefill, PrefillChunk
+from conflux_ray.planning.latency_model import LatencyModel
+from conflux_ray.planning.ordering import ORDERS, Order, Queue
+from conflux_ray.planning.placement import choose_rank, feasible_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerParams:
+    """What the paper leaves to the deployment.
+
+    Args:
+        quantum: q of Algorithm 2, tokens: water levels are its multiples.
+        eta: KV-utilization threshold of Algorithm 3, 0..1.
+        headroom: h of Algorithm 3, blocks.
+        max_decodes: most resident decodes of one rank.
+        max_prefill_tokens: most prefill tokens of one iteration, over all ranks.
+        idle_tau: tau while no decode is resident, seconds.
+        starvation_after: seconds past its deadline after which a request is overdue.
+        starvation_quantum: tokens that the longest overdue request gets in every step.
+        starvation_share: share of B_0 that it may take where that is more, 0..1.
+
+    Raises:
+        ValueError: a parameter is out of range.
+    """
+
+    quantum: int = 16
+    eta: float = 0.8
+    headroom: int = 4
+    max_decodes: int = 256
+    max_prefill_tokens: int = 16384
+    idle_tau: float = 0.1
+    starvation_after: float = 30.0
+    starvation_quantum: int = 128
+    starvation_share: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("quantum", "max_decodes", "max_prefill_tokens", "starvation_quantum"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"scheduler {name}={getattr(self, name)} must be at least 1")
+        for name in ("headroom", "starvation_after"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"scheduler {name}={getattr(self, name)} must not be negative")
+        for name in ("eta", "starvation_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"scheduler {name}={getattr(self, name)} must be in [0, 1]")
+        if not self.idle_tau > 0:
+            raise ValueError(f"scheduler idle_tau={self.idle_tau} must be positive; give it the deployment's TBT")
+
+
+class Scheduler:
+    """The `Policy` of the paper, with the order of requests chosen by name.
+
+    Args:
+        model: predicts iterations; of the instance's number of ranks.
+        policy: a key of `ORDERS`: "slo" is Algorithm 1, "fcfs" and "srpt" keep its dispatch and placement.
+        params: limits and thresholds.
+        correction: learns from `observe`; its `factor` is worth exporting.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+
+    def __init__(
+        self,
+        model: LatencyModel,
+        policy: str = "slo",
+        params: SchedulerParams | None = None,
+        correction: Correction | None = None,
+    ) -> None:
+        if policy not in ORDERS:
+            raise ValueError(f"policy={policy!r} is unknown; choose one of {', '.join(sorted(ORDERS))}")
+        self.model = model
+        self.params = params or SchedulerParams()
+        self.correction = correction or Correction()
+        self._order = ORDERS[policy]
+
+    def use_model(self, model: LatencyModel) -> None:
+        """Predict with another profile from now on; what was learnt about the old one is forgotten."""
+        self.model = model
+        self.correction.reset()
+
+    def observe(self, decision: Decision, measured: float) -> None:
+        """Learn from an iteration that took `measured` seconds."""
+        self.correction.observe(decision.predicted, measured)
+
+    def schedule(self, pending: Sequence[PendingPrefill], decodes: DecodeState, kv: KVState, now: float) -> Decision:
+        """Plan one iteration (Algorithm 1).
+
+        Raises:
+            ValueError: `decodes` has another number of ranks than the latency model.
+        """
+        step = _Step(self.model, self.params, decodes, kv, self.correction.factor)
+        budget = step.dispatcher.budget()
+        if not pending:
+            return step.decision(budget, ())
+        queue = Queue(pending)
+        order = self._order(queue, budget, now, step.tau)
+        lead = queue.longest_overdue(now, self.params.starvation_after) if order.overtakes else None
+        for index in _leading(lead, order):
+            request = pending[index]
+            if not step.may_start(request):
+                continue
+            limit, guaranteed = None, 0
+            if index == lead:
+                limit = max(self.params.starvation_quantum, int(self.params.starvation_share * budget))
+            if not step.chunks and now - queue.due[index] > self.params.starvation_after:
+                guaranteed = self.params.starvation_quantum
+            if not step.add(request, limit, guaranteed):
+                break
+        return step.decision(budget, [pending[i].request_id for i in order.rejected])
+
+
+def _leading(lead: int | None, order: Order) -> Iterator[int]:
+    """The order with `lead` in front."""
+    if lead is None:
+        return order.indices
+    return chain((lead,), (index for index in order.indices if index != lead))
+
+
+class _Step:
+    """The state of one scheduling step: A_p (in the dispatcher), A_d, the tentative decode state and KV."""
+
+    def __init__(
+        self, model: LatencyModel, params: SchedulerParams, decodes: DecodeState, kv: KVState, factor: float
+    ) -> None:
+        self.params = params
+        self.kv = kv
+        self.factor = factor
+        self.idle = not any(decodes.tokens)
+        self.tau = params.idle_tau if self.idle else decodes.tightest_tbt
+        self.dispatcher = Dispatcher(
+            model.given(decodes.tokens, decodes.context),
+            decodes.tokens,
+            tau=self.tau / factor,
+            quantum=params.quantum,
+            max_tokens=params.max_prefill_tokens,
+        )
+        self.context = list(decodes.context)
+        self.residents = list(decodes.tokens)
+        self.chunks: list[PrefillChunk] = []
+        self.placements: dict[str, int] = {}
+        self._accepts_new = True
+
+    def may_start(self, request: PendingPrefill) -> bool:
+        """Whether the request holds its prefill blocks or may take them; once one may not, no new one may."""
+        if not request.prefill_blocks:
+            return True
+        self._accepts_new = self._accepts_new and self.kv.can_start(request)
+        return self._accepts_new
+
+    def add(self, request: PendingPrefill, limit: int | None, guaranteed: int) -> bool:
+        """Lines 6-13 for one request.
+
+        Args:
+            request: may start.
+            limit: the most tokens its chunk may have.
+            guaranteed: tokens that it gets whatever tau says.
+
+        Returns:
+            False if no further request can be served: the budget is used up or the placement infeasible.
+        """
+        dispatcher = self.dispatcher
+        assignment = dispatcher.dispatch(request.remaining, request.computed_tokens, limit)
+        length = sum(assignment.shard) if assignment else 0
+        if self.idle and not self.chunks and not length:
+            guaranteed = self.params.quantum * len(self.residents)
+        guaranteed = min(guaranteed, request.remaining, dispatcher.room)
+        forced = length < guaranteed
+        if forced:
+            length = guaranteed
+            assignment = dispatcher.assign(length, request.computed_tokens)
+        if assignment is None:
+            return False
+        completes = length == request.remaining
+        if completes and request.needs_placement:
+            assignment = self._place(request, assignment.shard, must_keep_tau=not (self.idle or forced))
+            if assignment is None:
+                return False
+        else:
+            self.kv.start(request)
+        dispatcher.commit(assignment)
+        self.chunks.append(
+            PrefillChunk(request.request_id, request.computed_tokens, length, tuple(assignment.shard), completes)
+        )
+        return True
+
+    def _place(self, request: PendingPrefill, shard: list[int], must_keep_tau: bool) -> Assignment | None:
+        """Lines 9-12: reserve a decode rank and give it a token of the chunk; None if there is no feasible rank."""
+        dispatcher, kv, params = self.dispatcher, self.kv, self.params
+        # Every rank holds 1/N of the request's KV; the other ranks' parts travel.
+        incoming = request.total_tokens * (len(shard) - 1) / len(shard)
+        if dispatcher.estimator.transfer_alone(incoming) > dispatcher.tau:
+            must_keep_tau = False  # no later iteration could do better
+        ranks = feasible_ranks(request, kv, self.residents, params.max_decodes, params.headroom)
+        while (rank := choose_rank(ranks, kv, self.context, params.eta)) is not None:
+            cut = ensure_token(shard, rank, dispatcher.assigned.loads)
+            assignment = dispatcher.with_shard(cut, request.computed_tokens, rank, incoming)
+            if not must_keep_tau or assignment.seconds <= dispatcher.tau:
+                kv.start(request)
+                kv.place(request, rank)
+                self.context[rank] += request.total_tokens + 1
+                self.residents[rank] += 1
+                self.placements[request.request_id] = rank
+                return assignment
+            ranks.remove(rank)
+        return None
+
+    def decision(self, budget: int, rejected: Sequence[str]) -> Decision:
+        """A_p and A_d (line 14)."""
+        dispatcher, assigned = self.dispatcher, self.dispatcher.assigned
+        seconds = 0.0 if self.idle and not self.chunks else assigned.seconds
+        overlap, decode_sms = dispatcher.estimator.setting(max(assigned.shards), assigned.work)
+        return Decision(
+            chunks=tuple(self.chunks),
+            placements=self.placements,
+            budget=budget,
+            predicted=seconds * self.factor,
+            rejected=tuple(rejected),
+            tbt_violation=not self.idle and seconds > dispatcher.tau,
+            overlap=overlap,
+            decode_sms=decode_sms,
+        )

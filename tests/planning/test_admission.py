@@ -1,0 +1,100 @@
+"""Algorithm 4 against the optimum by exhaustion."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conflux_ray.planning.admission import capacity_before, moore_hodgson
+
+job = st.tuples(st.integers(1, 20), st.integers(0, 60))  # tokens, capacity before the deadline
+
+
+def admit(jobs, priority=None):
+    """`moore_hodgson` on (tokens, capacity) pairs that are in order."""
+    tokens, capacity = np.array(jobs).reshape(-1, 2).T
+    classes = None if priority is None else np.array(priority, dtype=np.int64)
+    return moore_hodgson(tokens.astype(np.int64), capacity.astype(np.float64), classes).tolist()
+
+
+def on_time(jobs) -> bool:
+    total = 0
+    for tokens, capacity in jobs:
+        total += tokens
+        if total > capacity:
+            return False
+    return True
+
+
+def most_on_time(jobs) -> int:
+    return max(k for k in range(len(jobs) + 1) if any(on_time(chosen) for chosen in combinations(jobs, k)))
+
+
+def plain_moore_hodgson(jobs) -> list[bool]:
+    """Algorithm 4 to the letter; of equally large jobs the last is popped."""
+    total, heap, rejected = 0, [], set()
+    for i, (tokens, capacity) in enumerate(jobs):
+        total += tokens
+        heap.append(i)
+        if total > capacity:
+            largest = max(heap, key=lambda j: (jobs[j][0], j))
+            heap.remove(largest)
+            total -= jobs[largest][0]
+            rejected.add(largest)
+    return [i not in rejected for i in range(len(jobs))]
+
+
+def test_the_longest_job_gives_way():
+    assert admit([(5, 10), (6, 12), (3, 13)]) == [True, False, True]
+
+
+def test_everything_is_admitted_when_everything_fits():
+    assert admit([(5, 5), (6, 11), (3, 14)]) == [True, True, True]
+
+
+def test_nothing_is_admitted_without_capacity():
+    assert admit([(1, 0), (1, 0)]) == [False, False]
+
+
+def test_of_equal_jobs_the_later_one_gives_way():
+    assert admit([(4, 8), (4, 8), (4, 8)]) == [True, True, False]
+
+
+def test_an_empty_queue_admits_nobody():
+    assert admit([]) == []
+
+
+@given(st.lists(job, max_size=9))
+def test_admitted_jobs_are_on_time_and_as_many_as_can_be(jobs):
+    jobs.sort(key=lambda j: j[1])
+    admitted = admit(jobs)
+    assert on_time([j for j, kept in zip(jobs, admitted, strict=True) if kept])
+    assert sum(admitted) == most_on_time(jobs)
+
+
+@given(st.lists(job, max_size=60))
+def test_the_result_is_that_of_the_algorithm_to_the_letter(jobs):
+    jobs.sort(key=lambda j: j[1])
+    assert admit(jobs) == plain_moore_hodgson(jobs)
+
+
+@given(st.lists(job, max_size=5), st.lists(job, max_size=5))
+def test_a_less_urgent_class_takes_only_what_is_left(urgent, other):
+    urgent.sort(key=lambda j: j[1])
+    other.sort(key=lambda j: j[1])
+    admitted = admit(urgent + other, [0] * len(urgent) + [1] * len(other))
+    assert admitted[: len(urgent)] == admit(urgent)
+    promised = sum(tokens for (tokens, _), kept in zip(urgent, admitted, strict=False) if kept)
+    assert sum(admitted[len(urgent) :]) == most_on_time([(t, c - promised) for t, c in other])
+
+
+def test_capacity_counts_whole_iterations_before_the_deadline():
+    deadlines = np.array([9.0, 10.0, 10.25, 10.35, np.inf])
+    assert capacity_before(deadlines, 100, now=10.0, tau=0.1).tolist() == [0, 0, 200, 300, np.inf]
+
+
+def test_without_budget_only_requests_without_deadline_have_capacity():
+    assert capacity_before(np.array([99.0, np.inf]), 0, now=0.0, tau=0.1).tolist() == [0, np.inf]

@@ -1,0 +1,128 @@
+"""The latency model against Eqs. 2-12 worked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conflux_ray.planning.latency_model import Affine, Contention, GemmCurve, IterationLoad, LatencyModel, chunk_work
+
+MODEL = LatencyModel(
+    name="by hand",
+    num_layers=10,
+    num_ranks=2,
+    gemm=GemmCurve.floor(100.0, 50, 2.0),
+    decode=Affine(0.1, 5.0),
+    prefill=Affine(0.01, 3.0),
+    comm=Affine(0.5, 7.0),
+    contention=(Contention(1.5, 1.25),),
+    serial=False,
+    host=Affine(1.0, 20.0),
+)
+
+
+def test_iteration_ends_at_two_boundaries_a_layer():
+    load = IterationLoad((10, 20), (1000, 600), prefill_tokens=(60, 40), chunks=((100, 8),))
+    # busiest rank 70 tokens: 100 + 2 * 20 = 140
+    # T_P = 0.5 * 60 + 7 + 0.01 * 100 * (8 + 50.5) / 2 + 3 = 69.25; T_D = 0.1 * 1000 + 5 = 105
+    # T_ATTN = max(1.25 * 69.25, 1.5 * 105) = 157.5; host 20 + 1 * 20
+    prediction = MODEL.predict(load)
+    assert (prediction.gemm, prediction.prefill, prediction.decode) == pytest.approx((140, 69.25, 105))
+    assert prediction.seconds == pytest.approx(10 * (140 + 157.5) + 40)
+
+
+def test_one_path_alone_suffers_no_contention():
+    decode_only = MODEL.predict(IterationLoad((10, 20), (1000, 600)))
+    prefill_only = MODEL.predict(IterationLoad((0, 0), (0, 0), prefill_tokens=(60, 40), chunks=((100, 8),)))
+    assert decode_only.seconds == pytest.approx(10 * (100 + 105) + 40)
+    assert prefill_only.seconds == pytest.approx(10 * (120 + 69.25) + 20)
+
+
+def test_serial_attention_adds_the_paths_and_is_chosen_where_overlap_hurts():
+    load = IterationLoad((10, 20), (1000, 600), prefill_tokens=(1, 0), chunks=((1, 0),))
+    model = replace(MODEL, contention=(Contention(3.0, 1.0),), serial=True)
+    prediction = model.predict(load)
+    assert not prediction.overlap
+    assert prediction.attention == pytest.approx(prediction.prefill + prediction.decode)
+    assert model.predict(load, overlap=True).attention == pytest.approx(3 * 105)
+
+
+def test_the_fastest_partition_of_the_sms_is_chosen():
+    load = IterationLoad((10, 20), (1000, 600), prefill_tokens=(60, 40), chunks=((100, 8),))
+    model = replace(MODEL, contention=(Contention(1.5, 1.2, 48), Contention(1.1, 1.4, 64)))
+    assert model.predict(load).decode_sms == 64
+    assert model.predict(load, overlap=True, decode_sms=48).attention == pytest.approx(157.5)
+    with pytest.raises(ValueError, match="decode_sms=32"):
+        model.predict(load, overlap=True, decode_sms=32)
+
+
+@pytest.mark.parametrize(("exposed", "layer"), [(0.0, 205), (0.5, 255), (1.0, 305)])
+def test_kv_transfer_adds_its_exposed_share(exposed, layer):
+    load = IterationLoad((10, 20), (1000, 600), incoming=(0, 100))
+    model = replace(MODEL, transfer=Affine(1.0), transfer_exposed=exposed)
+    assert model.predict(load).seconds == pytest.approx(10 * layer + 40)
+
+
+def test_a_transfer_longer_than_the_layers_bounds_the_iteration():
+    load = IterationLoad((10, 20), (1000, 600), incoming=(0, 400))
+    assert replace(MODEL, transfer=Affine(1.0)).predict(load).seconds == pytest.approx(10 * 400 + 40)
+
+
+def test_base_tp_all_reduce_follows_the_busiest_rank():
+    load = IterationLoad((10, 20), (1000, 600))
+    model = replace(MODEL, all_reduce=Affine(0.5, 4.0))
+    assert model.predict(load).gemm == pytest.approx(100 + 0.5 * 20 + 4)
+    assert model.free_level == 0
+
+
+def test_an_empty_iteration_takes_the_host_only():
+    assert MODEL.predict(IterationLoad((0, 0), (0, 0))).seconds == 20
+
+
+def test_chunk_work_is_what_causal_attention_reads():
+    assert chunk_work(3, 10) == 11 + 12 + 13
+
+
+def test_gemm_curve_interpolates_between_knots_and_continues_with_its_slope():
+    curve = GemmCurve((0, 10, 30), (5.0, 5.0, 9.0), 1.0, "piecewise")
+    assert [curve(n) for n in (0, 10, 20, 30, 40)] == [5, 5, 7, 9, 19]
+    assert curve.knee == 10
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Affine(-1e-9),
+        lambda: GemmCurve((0, 5), (2.0, 1.0), 1.0),
+        lambda: GemmCurve((1,), (2.0,), 1.0),
+        lambda: Contention(0.9, 1.0),
+        lambda: IterationLoad((1, 2), (1,)),
+        lambda: IterationLoad((1, 2), (1, 2), prefill_tokens=(3, 3), chunks=((5, 0),)),
+        lambda: replace(MODEL, transfer_exposed=1.5),
+        lambda: replace(MODEL, contention=()),
+        lambda: MODEL.given((1, 2, 3), (1, 2, 3)),
+    ],
+)
+def test_impossible_values_are_refused(make):
+    with pytest.raises(ValueError):
+        make()
+
+
+@given(
+    load=st.integers(1, 500),
+    shard=st.integers(0, 500),
+    work=st.integers(0, 10**6),
+    incoming=st.integers(0, 5000),
+    more=st.tuples(*[st.integers(0, 100)] * 4),
+    serial=st.booleans(),
+    decodes=st.sampled_from([(0, 0), (3, 40)]),
+)
+def test_latency_never_falls_as_work_grows(load, shard, work, incoming, more, serial, decodes):
+    model = replace(MODEL, serial=serial, transfer=Affine(0.2, 1.0), transfer_exposed=0.3)
+    estimator = model.given(decodes, [100 * d for d in decodes])
+    before = estimator.seconds(load, shard, work, incoming)
+    after = estimator.seconds(load + more[0], shard + more[1], work + more[2], incoming + more[3])
+    assert 0 <= before <= after * (1 + 1e-12)
