@@ -5,9 +5,11 @@ The execution tests compare Conflux Parallelism with this, never with another ru
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -30,6 +32,7 @@ class Reference:
         ).eval()
         # `generate` fills in what a call leaves out from here: the folder's end tokens, if they stayed.
         self._model.generation_config = GenerationConfig()
+        self._double: Any = None
         self._greedy: dict[tuple[int, ...], list[int]] = {}
 
     @torch.inference_mode()
@@ -74,6 +77,19 @@ class Reference:
         with _threads(self._num_threads):
             return self._model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[0]
 
+    def rounding(self, token_ids: Sequence[int]) -> float:
+        """Return the largest difference of `logits` from the same model in float64: the reference's own rounding.
+
+        It is some 1e-5 for most prompts and 1e-3 for a few, where a deep model's activations grow very large.
+        """
+        if self._double is None:
+            self._double = copy.deepcopy(self._model).double()
+        ids = torch.tensor([list(token_ids)])
+        with torch.inference_mode(), _threads(self._num_threads):
+            exact = self._double(ids, use_cache=False).logits[0]
+        return float((exact - self.logits(token_ids)).abs().max())
+
+    @torch.inference_mode()
     def margin(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> torch.Tensor:
         """Return by how much the best logit exceeds the second where each of `output_ids` was chosen, [outputs].
 

@@ -9,6 +9,7 @@ among themselves, which shortens the all-to-alls. `docs/planner.md` gives the ga
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import add
@@ -174,6 +175,7 @@ class Dispatcher:
         self._fewest_decodes = min(decode_tokens)
         self._free_level = estimator.model.free_level
         self._even_shards = estimator.model.comm.slope > 0
+        self._ceiling = math.inf  # a level that no candidate reaches
         self.commit(Assignment(nothing, list(decode_tokens), nothing, 0.0, [0.0] * len(decode_tokens), alone))
 
     def commit(self, assignment: Assignment) -> None:
@@ -194,9 +196,15 @@ class Dispatcher:
 
     def budget(self) -> int:
         """B with no candidate: the residual TBT-safe budget, prefill attention left out (lines 2-4), tokens."""
-        if self.seconds_at(self._level_of(self.room), self.room, None) <= self.tau:
+        if self.assigned.seconds > self.tau:
+            return 0
+        enough = self._level_of(self.room)
+        if self.seconds_at(enough, self.room, None) <= self.tau:
             return self.room
-        return self._search(self.room, None)
+        level = self._search(enough, self.room, None)
+        # A candidate's attention only adds, and A_p only grows.
+        self._ceiling = level + self.quantum
+        return min(self.capacity(level), self.room)
 
     def dispatch(self, remaining: int, context: int, limit: int | None = None) -> Assignment | None:
         """The largest TBT-safe chunk of a request (lines 2-7).
@@ -212,10 +220,13 @@ class Dispatcher:
         wanted = min(remaining, self.room) if limit is None else min(remaining, self.room, limit)
         if wanted <= 0 or self.assigned.seconds > self.tau:
             return None
-        whole = self.assign(wanted, context)
-        if whole.seconds <= self.tau:
-            return whole
-        tokens = self._search(wanted, context)
+        enough = self._level_of(wanted)
+        if enough <= self._ceiling:
+            whole = self.assign(wanted, context)
+            if whole.seconds <= self.tau:
+                return whole
+        level = self._search(min(enough, self._ceiling), wanted, context)
+        tokens = min(self.capacity(level), wanted)
         return self.assign(tokens, context) if tokens else None
 
     def assign(self, tokens: int, context: int) -> Assignment:
@@ -266,22 +277,20 @@ class Dispatcher:
         """The smallest multiple of q below which `tokens` fit."""
         return -(-water_level(self.assigned.loads, tokens) // self.quantum) * self.quantum
 
-    def _search(self, wanted: int, context: int | None) -> int:
-        """Tokens below n_target, the largest feasible multiple of q (line 2), when all that are wanted are too many."""
+    def _search(self, beyond: float, wanted: int, context: int | None) -> int:
+        """n_target, the largest feasible multiple of q (line 2), below the infeasible level `beyond`."""
         q = self.quantum
-        alone = self.assigned.seconds
-        if alone > self.tau:
-            return 0
-        enough = self._level_of(wanted)
-        target = q * largest_within(
+        low, high = min(self.assigned.loads) // q, int(beyond) // q
+        if high <= low:
+            return low * q
+        return q * largest_within(
             lambda k: self.seconds_at(k * q, wanted, context),
             self.tau,
-            low=min(self.assigned.loads) // q,
-            high=enough // q,
-            at_low=alone,
-            at_high=self.seconds_at(enough, wanted, context),
+            low,
+            high,
+            at_low=self.assigned.seconds,
+            at_high=self.seconds_at(high * q, wanted, context),
         )
-        return min(self.capacity(target), wanted)
 
     def _pour(self, tokens: int) -> list[int]:
         """Tokens for each rank: water on the loads, or, where that costs nothing, on the shards."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -68,4 +69,4 @@ def warn_if_slow(environment: Mapping[str, str] = os.environ) -> bool:
 
 if __name__ == "__main__":
     for name, value in serve_environment().items():
-        print(f"export {name}={value}")
+        print(f"export {name}={shlex.quote(value)}")

@@ -138,11 +138,11 @@ class FrontMiddleware:
     async def _enter(self, scope: Any, body: bytes, receive: Receive, send: Send) -> None:
         """Run the application on a body already read; when the client leaves or this task is cancelled, end it.
 
-        The application is told by `http.disconnect`, which ends vLLM's handlers and Starlette's streams; one that has not
-        ended after a grace period is cancelled.
+        The application is told by `http.disconnect`, which ends vLLM's handlers and Starlette's streams; one that has
+        not ended after a grace period is cancelled.
 
-        One handler starts per turn of the event loop: a thousand that start in one turn, at milliseconds of parsing each,
-        would keep everything else waiting, health first.
+        One handler starts per turn of the event loop: a thousand that start in one turn, at milliseconds of parsing
+        each, would keep everything else waiting, health first.
         """
         gone = asyncio.Event()
         unread = [{"type": "http.request", "body": body, "more_body": False}]

@@ -7,6 +7,7 @@ import pytest
 from conflux_ray.execution.group import LocalWorkerGroup
 from conflux_ray.execution.loop import WorkerLostError
 from conflux_ray.execution.worker import WorkerSpec
+from conflux_ray.kv import KVGeometry
 from conflux_ray.models import store
 from conflux_ray.models.reference import Reference
 from conflux_ray.vllm_compat.loader import ModelArgs
@@ -16,7 +17,6 @@ pytestmark = pytest.mark.heavy
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 128
-NUM_BLOCKS = 50  # just what one request of MAX_MODEL_LEN needs for its transition at N=2, so that decodes are preempted
 
 LAYOUTS = [
     # model, N, base TP, schedules
@@ -33,6 +33,11 @@ LAYOUTS = [
 ]
 
 
+def num_blocks(n: int) -> int:
+    """Just what one request of MAX_MODEL_LEN needs for its transition, so that decodes are preempted."""
+    return KVGeometry(BLOCK_SIZE, n, 2).min_blocks(MAX_MODEL_LEN)
+
+
 @functools.lru_cache(maxsize=2)
 def reference(model: str) -> Reference:
     return Reference(store.model_dir(model))
@@ -46,11 +51,11 @@ def spec(model: str, n: int, tp: int, **options) -> WorkerSpec:
         tensor_parallel=tp,
         block_size=BLOCK_SIZE,
     )
-    return WorkerSpec(args, 0, n * tp, NUM_BLOCKS, BLOCK_SIZE, "", return_logits=True, **options)
+    return WorkerSpec(args, 0, n * tp, num_blocks(n), BLOCK_SIZE, "", return_logits=True, **options)
 
 
 def run(schedule: Schedule, group: LocalWorkerGroup, model: str, n: int, tp: int) -> Outcome:
-    return run_schedule(schedule, group, reference(model), n, tp, NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
+    return run_schedule(schedule, group, reference(model), n, tp, num_blocks(n), BLOCK_SIZE, MAX_MODEL_LEN)
 
 
 @pytest.mark.parametrize(("model", "n", "tp", "schedules"), LAYOUTS)

@@ -130,6 +130,27 @@ def test_one_request_too_many_gets_429_at_once_and_health_still_answers():
     asyncio.run(scenario())
 
 
+def test_health_does_not_wait_until_every_request_of_a_burst_has_started():
+    async def scenario() -> None:
+        started = 0
+
+        async def application(scope: Any, receive: Any, send: Any) -> None:
+            nonlocal started
+            started += 1
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+        async with client(FrontMiddleware(application, Instances(), options())) as http:
+            burst = [asyncio.create_task(http.post("/x", content=b"{}", headers=JSON)) for _ in range(500)]
+            await asyncio.sleep(0)
+            assert (await http.get("/health")).status_code == 200
+            assert started < 100
+            await asyncio.gather(*burst)
+            assert started == 500
+
+    asyncio.run(scenario())
+
+
 def scope() -> dict[str, Any]:
     return {
         "type": "http",

@@ -1,0 +1,47 @@
+# The two commands: `make serve` and `make test`. Everything else is for those who work on the project.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := locks/cpu.txt
+STAMP := $(VENV)/.installed
+CONFIG ?= deployments/conflux.yaml
+
+.PHONY: serve test test-fast lint setup model lock clean
+
+serve: setup model
+	$(BIN)/python -m conflux_ray.serve $(CONFIG)
+
+setup: $(STAMP)
+
+# torch comes first and with its own dependencies, whichever build the index offers; the rest is the exact lock.
+# vLLM's own requirements are left out on purpose: on a CPU it imports none of the GPU packages it declares.
+$(STAMP): $(LOCK) pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip setuptools
+	$(BIN)/python -m pip install --quiet --progress-bar on "$$(grep '^torch==' $(LOCK))"
+	$(BIN)/python -m pip install --quiet --progress-bar on --no-deps --requirement $(LOCK)
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+model: setup
+	$(BIN)/python -m conflux_ray.models store smollm2-135m-instruct
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -m "not gpu"
+
+# Planning, KV and configuration: neither torch nor vLLM is imported.
+test-fast: setup
+	$(BIN)/python -m pytest -m "not gpu and not heavy" tests/planning tests/kv tests/config
+
+# Writes both locks anew from their .in files. Needs uv.
+lock:
+	sh locks/make.sh
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
