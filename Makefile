@@ -9,7 +9,7 @@ CONFIG ?= deployments/conflux.yaml
 .PHONY: serve test test-fast lint setup model lock clean
 
 serve: setup model
-	$(BIN)/python -m conflux_ray.serve $(CONFIG)
+	@eval "$$($(BIN)/python -m conflux_ray.serving.environment)" && exec $(BIN)/serve run $(CONFIG)
 
 setup: $(STAMP)
 
@@ -25,7 +25,7 @@ $(STAMP): $(LOCK) pyproject.toml
 	touch $@
 
 model: setup
-	$(BIN)/python -m conflux_ray.models store smollm2-135m-instruct
+	$(BIN)/python -c 'from conflux_ray.models import store; print(store.model_dir(store.SMOLLM2))'
 
 lint: setup
 	$(BIN)/ruff check .

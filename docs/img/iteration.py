@@ -76,8 +76,8 @@ def draw(axes: plt.Axes, shard: Sequence[int], title: str, end: float) -> None:
 
 def main(target: Path) -> None:
     figure, (above, below) = plt.subplots(2, 1, figsize=(10, 5.6), sharex=True)
-    draw(above, even_split(CHUNK, 2), "Even split: rank 0 keeps rank 1 waiting at boundary 1", 1000)
-    draw(below, waterfill(DECODES, CHUNK), "Waterfill: equal combined loads, boundary 1 comes earlier", 1000)
+    draw(above, even_split(CHUNK, 2), "Even split: rank 0 keeps rank 1 waiting at boundary 1", 1120)
+    draw(below, waterfill(DECODES, CHUNK), "Waterfill: equal combined loads, boundary 1 comes earlier", 1120)
     below.set_xlabel("time within one layer, µs")
     figure.subplots_adjust(left=0.15, right=0.98, top=0.91, bottom=0.09, hspace=0.38)
     figure.savefig(target, dpi=110)

@@ -44,6 +44,11 @@ def test_capped_water_respects_every_cap(ranks, data):
     assert sum(min(free, max(0, level - 1 - load)) for load, free in ranks) < tokens
 
 
+@pytest.mark.parametrize(("loads", "tokens", "level"), [([0, 0, 34], 66, 33), ([0, 0, 34], 69, 35), ([0, 9], 9, 9)])
+def test_the_level_is_the_lowest_that_holds_the_tokens(loads, tokens, level):
+    assert water_level(loads, tokens) == level
+
+
 def test_capped_water_refuses_more_than_there_is_room_for():
     with pytest.raises(ValueError, match="do not fit"):
         capped_level([0, 0], [3, 4], 8)

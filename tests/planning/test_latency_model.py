@@ -78,6 +78,17 @@ def test_base_tp_all_reduce_follows_the_busiest_rank():
     assert model.free_level == 0
 
 
+@pytest.mark.parametrize("serial", [False, True])
+@pytest.mark.parametrize("decodes", [(0, 0), (10, 20)])
+@pytest.mark.parametrize("shard", [(0, 0), (60, 40)])
+def test_the_estimator_of_a_step_agrees_with_the_model(serial, decodes, shard):
+    model = replace(MODEL, serial=serial, transfer=Affine(0.2, 1.0), transfer_exposed=0.3)
+    chunks = ((100, 8),) if any(shard) else ()
+    load = IterationLoad(decodes, tuple(50 * d for d in decodes), shard, chunks, (0, 30))
+    estimator = model.given(load.decode_tokens, load.decode_context)
+    assert estimator.seconds(load.max_load, load.max_shard, load.work, 30) == pytest.approx(model.predict(load).seconds)
+
+
 def test_an_empty_iteration_takes_the_host_only():
     assert MODEL.predict(IterationLoad((0, 0), (0, 0))).seconds == 20
 

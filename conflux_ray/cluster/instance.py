@@ -1,0 +1,302 @@
+"""One XP instance as a Ray Serve replica: the scheduler actor of its worker group (design, section 3).
+
+The replica's constructor starts the workers and an iteration thread; from then on the thread owns the engine, the
+workers and the endpoint that ingresses connect to. Ray Serve only asks for health and tells it to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import threading
+import time
+import uuid
+from typing import Any
+
+import ray
+
+from conflux_ray.cluster.load import LoadMeter
+from conflux_ray.cluster.policy import make_policy
+from conflux_ray.cluster.registry import HEARTBEAT_SECONDS, registry_handle
+from conflux_ray.config import GIB, ConfluxConfig, check_model, parse, read_model_config, resolve_model, size_pool
+from conflux_ray.execution.engine import Engine, TokenOutput
+from conflux_ray.execution.loop import IterationLoop, WorkerLostError
+from conflux_ray.execution.plan import IterationPlan
+from conflux_ray.execution.request import Request
+from conflux_ray.vllm_compat.plugin import use_cpu_platform
+from conflux_ray.wire import (
+    PROTOCOL_VERSION,
+    Abort,
+    AddRequest,
+    Feature,
+    FinishReason,
+    InstanceInfo,
+    Ready,
+    RequestOutput,
+)
+
+logger = logging.getLogger("ray.serve")
+
+CPU_KV_GIB = 0.5
+_IDLE_SECONDS = 0.05
+
+
+class Instance:
+    """The replica.
+
+    Args:
+        values: the deployment's configuration, as `config.parse` takes it.
+
+    Raises:
+        ConfigError: the model or the KV pool does not fit the instance.
+        WorkerLostError: a worker did not start.
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        use_cpu_platform()  # this process has no GPU of its own; its workers may
+        self._started = time.monotonic()
+        self._config = config = parse(values)
+        self._name = config.model.name
+        folder = resolve_model(config.model.path)
+        geometry = check_model(config, read_model_config(folder))
+        instance = config.instance
+        memory = (instance.kv_memory_gib or CPU_KV_GIB) * GIB
+        pool = size_pool(geometry, instance, memory)
+        self._progress(f"starting {instance.num_workers} workers for {self._name}")
+
+        from conflux_ray.cluster.workers import RayWorkerGroup
+        from conflux_ray.execution.worker import WorkerSpec
+        from conflux_ray.transport import InstanceEndpoint
+        from conflux_ray.vllm_compat.loader import ModelArgs
+
+        spec = WorkerSpec(
+            model=ModelArgs(
+                model=folder,
+                dtype=geometry.dtype,
+                max_model_len=geometry.max_model_len,
+                load_format=config.model.load_format,
+                tensor_parallel=instance.tensor_parallel,
+                block_size=instance.block_size,
+                trust_remote_code=config.model.trust_remote_code,
+            ),
+            rank=0,
+            world_size=instance.num_workers,
+            num_blocks=pool.num_blocks,
+            block_size=instance.block_size,
+            init_method="",
+            device="cpu",
+            threads=instance.cpu_threads,
+        )
+        self._workers = RayWorkerGroup(
+            spec, ray.util.get_current_placement_group(), instance.start_timeout_s, self._progress
+        )
+        self._engine = Engine(
+            pool, instance.sp_degree, instance.tensor_parallel, make_policy(config), geometry.max_model_len
+        )
+        self._loop = IterationLoop(
+            self._engine, self._workers, instance.iteration_timeout_s, watch=self._note_plan
+        )
+        self._meter = LoadMeter(self._engine)
+        self._prefill_tokens: dict[int, int] = {}
+        self._requests: dict[str, tuple[str, AddRequest, float]] = {}  # engine id -> peer, message, receipt
+        self._failure: str | None = None
+        self._draining = False
+        self._stop = threading.Event()
+        self._last_progress = time.monotonic()
+
+        identity = ray.get_runtime_context()
+        self._info_base = (f"{identity.get_actor_id() or 'instance'}", uuid.uuid4().hex)
+        token = secrets.token_urlsafe(32)
+        ready = Ready(
+            PROTOCOL_VERSION,
+            *self._info_base,
+            model=self._name,
+            max_model_len=geometry.max_model_len,
+            vocab_size=geometry.vocab_size,
+            max_num_seqs=instance.max_num_seqs * instance.sp_degree,
+            features=(Feature.SEED, Feature.LOGPROBS),
+        )
+        self._endpoint = InstanceEndpoint(ray.util.get_node_ip_address(), token, ready)
+        self._info = InstanceInfo(*self._info_base, address=self._endpoint.address, token=token)
+        self._registry = registry_handle(self._name)
+        self._thread = threading.Thread(target=self._run, name="conflux-iterations", daemon=True)
+        self._thread.start()
+        self._heart = threading.Thread(target=self._beat, name="conflux-heartbeat", daemon=True)
+        self._heart.start()
+        self._progress(
+            f"ready: {pool.num_blocks} KV blocks of {instance.block_size} tokens on each of {instance.sp_degree} ranks, "
+            f"max_model_len {geometry.max_model_len}"
+        )
+
+    def _progress(self, line: str) -> None:
+        logger.info("[%6.1f s] %s", time.monotonic() - self._started, line)
+
+    # Called by Ray Serve
+
+    def check_health(self) -> None:
+        """Raise if the instance cannot serve: its workers are lost, or an iteration hangs."""
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+        if not self._thread.is_alive() and not self._stop.is_set():
+            raise RuntimeError("the iteration thread has ended")
+        stalled = time.monotonic() - self._last_progress
+        if stalled > self._config.instance.iteration_timeout_s + 5:
+            raise RuntimeError(f"no iteration has ended for {stalled:.0f} s")
+
+    async def __del__(self) -> None:
+        """Drain: take no new requests, let the running ones end, then stop the workers."""
+        if not hasattr(self, "_thread"):
+            return
+        self._draining = True
+        self._endpoint.wake()
+        deadline = time.monotonic() + self._config.instance.drain_timeout_s
+        while self._thread.is_alive() and self._engine.requests and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        self._stop.set()
+        self._endpoint.wake()
+        await asyncio.to_thread(self._thread.join, 10.0)
+        await asyncio.to_thread(self._workers.stop)
+
+    # What tests and operators may ask
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and load of the engine."""
+        report = self._meter.report(self._draining)
+        counters = self._engine.counters
+        return {
+            "instance_id": self._info.instance_id,
+            "running": report.running,
+            "waiting": report.waiting,
+            "kv_used_fraction": report.kv_used_fraction,
+            "draining_allocations": self._engine.kv.num_draining,
+            "pid": os.getpid(),
+            "counters": {name: getattr(counters, name) for name in counters.__slots__},
+        }
+
+    # The iteration thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._turn()
+        except WorkerLostError as error:
+            self._failure = f"workers lost: {error}"
+            logger.error("%s", self._failure)
+        except Exception as error:
+            self._failure = f"the iteration thread failed: {error!r}"
+            logger.exception("the iteration thread failed")
+        finally:
+            self._leave()
+            self._endpoint.close("workers lost" if self._failure else "instance stops")
+            if self._failure:
+                self._workers.kill()
+
+    def _turn(self) -> None:
+        engine = self._engine
+        events = self._endpoint.poll(0.0 if engine.has_work else _IDLE_SECONDS)
+        rejected: dict[str, list[RequestOutput]] = {}
+        for peer, message in events:
+            if isinstance(message, AddRequest):
+                error = self._add(peer, message)
+                if error is not None:
+                    rejected.setdefault(peer, []).append(error)
+            elif isinstance(message, Abort):
+                for request_id, _ in message.requests:
+                    self._abort(f"{peer}/{request_id}")
+            else:  # the peer is gone, and with it its requests
+                for key in [k for k, (owner, _, _) in self._requests.items() if owner == peer]:
+                    self._abort(key)
+        outputs = self._loop.step() if engine.has_work else []
+        self._last_progress = time.monotonic()
+        messages = self._to_wire(outputs)
+        for peer, refusals in rejected.items():
+            messages.setdefault(peer, []).extend(refusals)
+        self._endpoint.publish(messages, self._meter.report(self._draining))
+
+    def _add(self, peer: str, message: AddRequest) -> RequestOutput | None:
+        limits = self._config.limits
+        if self._draining:
+            return self._refusal(message, FinishReason.REJECTED, "the instance is draining")
+        if len(self._requests) >= limits.max_queued_requests:
+            return self._refusal(message, FinishReason.REJECTED, "the instance's queue is full")
+        now = self._loop.clock()
+        key = f"{peer}/{message.request_id}"
+        try:
+            request = Request(
+                request_id=key,
+                attempt=message.attempt,
+                prompt=list(message.prompt_token_ids),
+                sampling=message.sampling,
+                slo=message.slo,
+                arrival=now - message.age_s,
+                output=list(message.output_token_ids),
+                priority=message.priority,
+            )
+            self._engine.add(request)
+        except ValueError as error:
+            return self._refusal(message, FinishReason.ERROR, str(error))
+        self._requests[key] = (peer, message, now)
+        return None
+
+    @staticmethod
+    def _refusal(message: AddRequest, reason: FinishReason, error: str) -> RequestOutput:
+        return RequestOutput(
+            message.request_id, message.attempt, len(message.output_token_ids), [], finish_reason=reason, error=error
+        )
+
+    def _abort(self, key: str) -> None:
+        if self._requests.pop(key, None) is not None:
+            self._engine.abort(key)
+
+    def _to_wire(self, outputs: list[TokenOutput]) -> dict[str, list[RequestOutput]]:
+        messages: dict[str, list[RequestOutput]] = {}
+        for output in outputs:
+            request = output.request
+            entry = self._requests.get(request.request_id)
+            if entry is None:
+                continue
+            peer, message, received = entry
+            wire = RequestOutput(
+                message.request_id, request.attempt, output.index, [output.token], logprobs=output.logprobs
+            )
+            if output.index == len(message.output_token_ids) and request.first_scheduled is not None:
+                wire.queued_s = max(0.0, request.first_scheduled - received)
+            if output.finished:
+                wire.finish_reason, wire.stop_reason = request.finish_reason, request.stop_reason
+                del self._requests[request.request_id]
+            messages.setdefault(peer, []).append(wire)
+        return messages
+
+    def _note_plan(self, plan: IterationPlan) -> None:
+        decision = self._engine.last_decision
+        if decision.predicted > 0:
+            self._meter.observe(sum(chunk.length for chunk in decision.chunks), decision.predicted)
+
+    # Registration
+
+    def _beat(self) -> None:
+        while not self._stop.is_set() and self._failure is None:
+            try:
+                known = ray.get(self._registry.heartbeat.remote(*self._info_base), timeout=HEARTBEAT_SECONDS * 3)
+                if not known:
+                    ray.get(self._registry.register.remote(self._info), timeout=HEARTBEAT_SECONDS * 3)
+            except ray.exceptions.RayError as error:
+                logger.warning("the instance registry does not answer (%s); trying again", type(error).__name__)
+                self._registry = registry_handle(self._name)
+            self._stop.wait(HEARTBEAT_SECONDS)
+
+    def _leave(self) -> None:
+        try:
+            ray.get(self._registry.leave.remote(*self._info_base), timeout=2.0)
+        except ray.exceptions.RayError:
+            logger.warning("could not leave the instance registry; it will drop this instance when it falls silent")
+
+
+def instance_bundles(config: ConfluxConfig, device: str) -> list[dict[str, float]]:
+    """Placement-group bundles of one instance: the scheduler's, then one per worker."""
+    if device == "cpu":
+        # CPU deployments are for trying things out on small machines: shares, so that all of it fits two cores.
+        return [{"CPU": 0.1}] + [{"CPU": 0.1}] * config.instance.num_workers
+    return [{"CPU": 1.0}] + [{"CPU": 1.0, "GPU": 1.0}] * config.instance.num_workers

@@ -1,0 +1,37 @@
+"""How busy an instance is, for the router: queued work in seconds relative to what the instance can do."""
+
+from __future__ import annotations
+
+from conflux_ray.execution.engine import Engine
+from conflux_ray.wire import LoadReport
+
+_WEIGHT = 0.1  # of the newest iteration in the running rate
+_START_RATE = 1000.0  # prompt tokens per second assumed before the first measurement
+
+
+class LoadMeter:
+    """Keeps a running prefill rate and turns an engine's queue into a report."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._rate = _START_RATE
+
+    def observe(self, prefill_tokens: int, elapsed: float) -> None:
+        """Count an iteration that computed `prefill_tokens` prompt tokens in `elapsed` seconds."""
+        if prefill_tokens and elapsed > 0:
+            self._rate += _WEIGHT * (prefill_tokens / elapsed - self._rate)
+
+    def report(self, draining: bool) -> LoadReport:
+        """The present load."""
+        engine = self._engine
+        remaining = sum(r.prefill_tokens - r.computed_tokens for r in engine.pending)
+        free = engine.kv.snapshot()
+        used = 1.0 - sum(free.free) / (free.capacity * engine.num_ranks)
+        return LoadReport(
+            queued_work_s=remaining / self._rate,
+            capacity=self._rate,
+            running=engine.num_running,
+            waiting=engine.num_waiting,
+            kv_used_fraction=used,
+            draining=draining,
+        )

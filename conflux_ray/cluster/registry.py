@@ -1,0 +1,128 @@
+"""Which instances exist: a small actor that instances report to and ingresses watch. No request passes through it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from conflux_ray.wire import InstanceInfo
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "conflux"
+HEARTBEAT_SECONDS = 2.0
+EXPIRY_SECONDS = 15.0
+_LONG_POLL_SECONDS = 20.0
+
+
+class Registry:
+    """The state of the actor: instances by id, with a version that grows with every change."""
+
+    def __init__(self) -> None:
+        self._instances: dict[str, InstanceInfo] = {}
+        self._seen: dict[str, float] = {}
+        self._version = 0
+        self._changed = asyncio.Event()
+
+    async def register(self, info: InstanceInfo) -> None:
+        """Add an instance, or replace an earlier incarnation of it."""
+        self._seen[info.instance_id] = time.monotonic()
+        if self._instances.get(info.instance_id) != info:
+            self._instances[info.instance_id] = info
+            self._notify()
+
+    async def heartbeat(self, instance_id: str, incarnation: str) -> bool:
+        """Keep an instance listed; False if it is not, and has to register again."""
+        info = self._instances.get(instance_id)
+        if info is None or info.incarnation != incarnation:
+            return False
+        self._seen[instance_id] = time.monotonic()
+        return True
+
+    async def leave(self, instance_id: str, incarnation: str) -> None:
+        """Remove an instance; a later incarnation stays."""
+        info = self._instances.get(instance_id)
+        if info is not None and info.incarnation == incarnation:
+            del self._instances[instance_id]
+            self._notify()
+
+    async def watch(self, version: int, timeout: float) -> tuple[int, tuple[InstanceInfo, ...]]:
+        """The present version and instances, as soon as the version is not `version`, at the latest after `timeout`."""
+        self._expire()
+        if version == self._version:
+            try:
+                await asyncio.wait_for(self._changed.wait(), timeout)
+            except asyncio.TimeoutError:
+                self._expire()
+        return self._version, tuple(self._instances.values())
+
+    def _expire(self) -> None:
+        limit = time.monotonic() - EXPIRY_SECONDS
+        for instance_id in [i for i in self._instances if self._seen[i] < limit]:
+            logger.warning("instance %s has been silent for %.0f s and is no longer listed", instance_id, EXPIRY_SECONDS)
+            del self._instances[instance_id]
+            self._notify()
+
+    def _notify(self) -> None:
+        self._version += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def registry_handle(name: str) -> Any:
+    """The registry of deployment `name`, started if there is none. It outlives those who use it, not Ray."""
+    return (
+        ray.remote(Registry)
+        .options(
+            name=f"registry:{name}",
+            namespace=NAMESPACE,
+            get_if_exists=True,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=3,
+            max_concurrency=1000,
+        )
+        .remote()
+    )
+
+
+@dataclass(frozen=True)
+class RegistryDirectory:
+    """The registry as an ingress's directory (implements `serving.directory.Directory`)."""
+
+    name: str
+
+    async def watch(self) -> AsyncIterator[tuple[InstanceInfo, ...]]:
+        """Yield the present set, then the whole set after every change. A restarted registry is found again."""
+        version = -1
+        while True:
+            try:
+                found, instances = await registry_handle(self.name).watch.remote(version, _LONG_POLL_SECONDS)
+            except ray.exceptions.RayError as error:
+                logger.warning("the instance registry does not answer (%s); trying again", type(error).__name__)
+                await asyncio.sleep(0.5)
+                continue
+            if found != version:
+                version = found
+                yield instances
+
+
+@dataclass(frozen=True)
+class OpenDirectory:
+    """Makes an ingress's directory, and ties the instances' deployment to the ingress's application.
+
+    Ray Serve deploys what an ingress's arguments refer to; the ingress itself never calls `instances`.
+    """
+
+    name: str
+    instances: Any
+
+    def __call__(self) -> RegistryDirectory:
+        return RegistryDirectory(self.name)
