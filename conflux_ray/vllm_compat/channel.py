@@ -23,15 +23,16 @@ class Writer:
         return self._queue.export_handle()
 
     def wait_until_ready(self) -> None:
-        """Block until every reader is connected."""
+        """Block until every reader is connected. From then on the shared memory has no name to leave behind."""
         self._queue.wait_until_ready()
+        unname(self._queue)
 
     def send(self, data: bytes, timeout: float | None = None) -> None:
         """Enqueue; raises TimeoutError if the readers leave no room for `timeout` seconds."""
         self._queue.enqueue(data, timeout)
 
     def close(self) -> None:
-        """Close the sockets; the shared memory goes with the object."""
+        """Close the sockets; the shared memory goes with the last process that maps it."""
         _close(self._queue)
 
 
@@ -68,6 +69,17 @@ class Reader:
     def close(self) -> None:
         """Close the sockets. No `receive` may be running."""
         _close(self._queue)
+
+
+def unname(queue: MessageQueue) -> None:
+    """Remove the name of a queue's shared memory, which every reader has open.
+
+    The memory lives while a process maps it, so no way of dying leaves a segment behind.
+    """
+    buffer = queue.buffer
+    if buffer is not None and buffer.is_creator:
+        buffer.shared_memory.unlink()
+        buffer.is_creator = False
 
 
 def _close(queue: MessageQueue) -> None:

@@ -12,12 +12,14 @@ from vllm.distributed import (
     init_distributed_environment,
     set_custom_all_reduce,
 )
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from conflux_ray.vllm_compat.backend import Attend, XPAttentionBackend
+from conflux_ray.vllm_compat.channel import unname
 from conflux_ray.vllm_compat.version import require_version
 
 
@@ -101,6 +103,9 @@ class LoadedModel:
             set_custom_all_reduce(device.type == "cuda")
             init_distributed_environment(world_size, rank, init_method, local_rank, backend)
             ensure_model_parallel_initialized(tensor_parallel, 1)
+            broadcaster = get_tp_group().mq_broadcaster
+            if broadcaster is not None:
+                unname(broadcaster)
             init_workspace_manager(device)
             self.model = get_model(vllm_config=self.config)
         self.sp_degree = world_size // tensor_parallel

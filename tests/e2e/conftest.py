@@ -1,0 +1,26 @@
+"""One server for all end-to-end tests of this folder: the README's own configuration, a real model on three ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conflux_ray.models import store
+from tests.e2e.server import Server, running
+
+
+@pytest.fixture(scope="package")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder: Path = tmp_path_factory.mktemp("server")
+    store.model_dir(store.SMOLLM2)
+    with running(folder, port=18000) as server:
+        yield server
+
+
+@pytest.fixture(scope="package")
+def reference():
+    from conflux_ray.models.reference import Reference
+
+    return Reference(store.model_dir(store.SMOLLM2))

@@ -1,0 +1,146 @@
+"""Starts the real server the way the README does, and looks at it from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import yaml
+
+from conflux_ray.serving.environment import serve_environment
+
+START_SECONDS = 240.0
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Server:
+    """A running `serve run`."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    model: str
+    log: Path
+    _handles: dict[str, Any] = field(default_factory=dict)
+
+    def stats(self) -> list[dict[str, Any]]:
+        """`Instance.stats` of the running instance (one replica answers each call)."""
+        import ray
+        from ray import serve
+
+        if not ray.is_initialized():
+            ray.init(address="auto", namespace="serve", log_to_driver=False, logging_level="ERROR")
+        handle = serve.get_deployment_handle("instance", "conflux")
+        return [handle.stats.remote().result(timeout_s=20)]
+
+    def idle(self) -> bool:
+        """Whether no request runs and every KV block is free."""
+        return all(
+            s["running"] == s["waiting"] == s["draining_allocations"] == 0 and s["kv_used_fraction"] == 0
+            for s in self.stats()
+        )
+
+    def wait_idle(self, seconds: float = 20.0) -> None:
+        wait_for(self.idle, seconds, lambda: f"not idle: {self.stats()}")
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+def wait_for(condition, seconds: float, message=lambda: "") -> None:
+    """Poll until `condition()` holds; AssertionError after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {message()}"
+        time.sleep(0.1)
+
+
+def shared_memory() -> set[str]:
+    """Named segments of Python's shared memory on this machine."""
+    return {path.name for path in Path("/dev/shm").glob("psm_*")}
+
+
+def ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@contextmanager
+def running(folder: Path, port: int, environment: dict[str, str] | None = None, **changes: Any) -> Iterator[Server]:
+    """`serve run` of deployments/conflux.yaml with `changes` to its args, stopped at the end.
+
+    Args:
+        folder: for the configuration and the log.
+        port: of HTTP.
+        environment: variables for the server in place of `serve_environment()`.
+        changes: per section of the args, the keys to set.
+    """
+    config = yaml.safe_load((REPOSITORY / "deployments" / "conflux.yaml").read_text())
+    config["http_options"]["port"] = port
+    args = config["applications"][0]["args"]
+    for section, values in changes.items():
+        args.setdefault(section, {}).update(values)
+    path, log = folder / "conflux.yaml", folder / "server.log"
+    path.write_text(yaml.safe_dump(config))
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(("CONFLUX_VLLM", "RAY_", "VLLM_LOGGING"))}
+    variables |= serve_environment() if environment is None else environment
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [str(Path(sys.executable).with_name("serve")), "run", str(path)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            start_new_session=True,
+            # A test run in the background ignores the interrupt, and so would its children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+    server = Server(process, f"http://127.0.0.1:{port}", args["model"].get("served_model_name") or args["model"]["path"], log)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not ready(server.url):
+            assert process.poll() is None, f"serve run ended with {process.returncode}:\n{tail(log)}"
+            assert time.monotonic() < deadline, f"not ready within {START_SECONDS:.0f} s:\n{tail(log)}"
+            time.sleep(0.25)
+        yield server
+    finally:
+        stop(server)
+
+
+def stop(server: Server, number: int = signal.SIGTERM, seconds: float = 60.0) -> list[psutil.Process]:
+    """Stop the server; returns those of its processes that are still there afterwards."""
+    import ray
+
+    if ray.is_initialized():
+        ray.shutdown()
+    if server.process.poll() is not None:
+        return []
+    children = server.descendants()
+    server.signal(number)
+    try:
+        server.process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        server.process.kill()
+        server.process.wait()
+    _, alive = psutil.wait_procs(children, timeout=15)
+    for process in alive:
+        process.kill()
+    return alive
+
+
+def tail(path: Path, lines: int = 60) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
