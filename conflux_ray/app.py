@@ -45,6 +45,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         slo_classes={"default": Slo(config.slo.ttft_s, config.slo.tbt_s)},
         max_in_flight=config.limits.max_requests_per_ingress,
         max_body_bytes=config.limits.max_body_bytes,
+        no_instance_timeout=config.limits.no_instance_timeout_s,
     )
     return build_ingress(
         options,

@@ -74,7 +74,9 @@ class InstanceConfig(_Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     block_size: int = Field(16, ge=1, description="Tokens of all KV heads in one block.")
     kv_memory_gib: float | None = Field(
-        None, gt=0, description="KV memory of one worker; default: 0.5 on a CPU, what `gpu_memory_utilization` leaves on a GPU."
+        None,
+        gt=0,
+        description="KV memory of one worker; default: 0.5 on a CPU, what `gpu_memory_utilization` leaves on a GPU.",
     )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     max_num_seqs: int = Field(128, ge=1, description="Most resident decodes of one logical rank.")
@@ -99,11 +101,20 @@ class SloConfig(_Section):
 class SchedulerConfig(_Section):
     """The planner (paper, section 6)."""
 
-    policy: Literal["slo", "fcfs", "srpt", "plain"] = "plain"
+    policy: Literal["slo", "fcfs", "srpt", "plain"] = Field(
+        "slo", description="Algorithm 1, or FCFS or SRPT order over the same dispatch; plain: no latency model."
+    )
     max_prefill_tokens: int = Field(2048, ge=1, description="Most prefill tokens of one iteration, all ranks together.")
     profile: str | None = Field(None, description="Latency profile: a name in conflux_ray/profiles or a file.")
-    kv_threshold: float = Field(0.8, ge=0, le=1, description="eta: KV utilization at which placement turns to best-fit.")
-    kv_headroom_blocks: int = Field(0, ge=0, description="h: blocks that placement leaves free on a rank.")
+    quantum: int = Field(16, ge=1, description="q: water levels are multiples of it, tokens.")
+    kv_threshold: float = Field(
+        0.8, ge=0, le=1, description="eta: KV utilization at which placement turns to best-fit."
+    )
+    kv_headroom_blocks: int = Field(4, ge=0, description="h: blocks that placement leaves free on a rank.")
+    starvation_after_s: float = Field(30.0, ge=0, description="A request this far past its deadline goes first.")
+    starvation_quantum: int = Field(
+        128, ge=1, description="Tokens that the longest overdue request gets in every step."
+    )
 
 
 class LimitsConfig(_Section):
@@ -112,6 +123,9 @@ class LimitsConfig(_Section):
     max_queued_requests: int = Field(1024, ge=1, description="Of one instance; beyond, requests are rejected with 429.")
     max_requests_per_ingress: int = Field(4096, ge=1)
     max_body_bytes: int = Field(16 << 20, ge=1024)
+    no_instance_timeout_s: float = Field(
+        120.0, ge=0, description="Longest a request waits while no instance is ready: time for one to start again."
+    )
 
 
 class IngressConfig(_Section):
@@ -171,6 +185,7 @@ class ModelGeometry:
     num_kv_heads: int
     head_size: int
     hidden_size: int
+    intermediate_size: int
     vocab_size: int
     max_model_len: int  # tokens, as served
     dtype: str
@@ -193,7 +208,9 @@ def read_model_config(folder: str) -> dict[str, Any]:
     if local.is_file():
         return json.loads(local.read_text())
     if Path(folder).exists():
-        raise ConfigError(f"model.path={folder!r}: no config.json in this folder; point it at a Hugging Face model folder")
+        raise ConfigError(
+            f"model.path={folder!r}: no config.json in this folder; point it at a Hugging Face model folder"
+        )
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -219,19 +236,25 @@ def check_model(config: ConfluxConfig, hf: dict[str, Any]) -> ModelGeometry:
     limit = int(hf.get("max_position_embeddings") or 0)
     max_model_len = config.model.max_model_len or limit
     if limit and max_model_len > limit:
-        raise ConfigError(f"model.max_model_len={max_model_len}: the model has {limit} positions; lower it to at most {limit}")
+        raise ConfigError(
+            f"model.max_model_len={max_model_len}: the model has {limit} positions; lower it to at most {limit}"
+        )
     if max_model_len < 2:
         raise ConfigError("model.max_model_len: the model does not state its length; set it")
     tp, n = instance.tensor_parallel, instance.sp_degree
     for name, heads in (("query", num_heads), ("KV", num_kv_heads)):
         if heads % (tp * n):
             fits = [f"{d}" for d in range(1, 9) if num_heads % (tp * d) == 0 and num_kv_heads % (tp * d) == 0]
-            hint = f"for tensor_parallel={tp} it can be {', '.join(fits)}" if fits else f"tensor_parallel={tp} cannot be used"
+            hint = (
+                f"for tensor_parallel={tp} it can be {', '.join(fits)}"
+                if fits
+                else f"tensor_parallel={tp} cannot be used"
+            )
             raise ConfigError(
                 f"instance.sp_degree={n}, instance.tensor_parallel={tp}: {heads} {name} heads do not divide by "
                 f"{tp} x {n}; {hint}"
             )
-    dtype = config.model.dtype
+    dtype: str = config.model.dtype
     if dtype == "auto":
         dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     return ModelGeometry(
@@ -240,6 +263,7 @@ def check_model(config: ConfluxConfig, hf: dict[str, Any]) -> ModelGeometry:
         num_kv_heads=num_kv_heads,
         head_size=int(hf.get("head_dim") or hf["hidden_size"] // num_heads),
         hidden_size=int(hf["hidden_size"]),
+        intermediate_size=int(hf.get("intermediate_size") or 4 * int(hf["hidden_size"])),
         vocab_size=int(hf["vocab_size"]),
         max_model_len=max_model_len,
         dtype=dtype,

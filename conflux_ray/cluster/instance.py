@@ -23,7 +23,6 @@ from conflux_ray.cluster.registry import HEARTBEAT_SECONDS, registry_handle
 from conflux_ray.config import GIB, ConfluxConfig, check_model, parse, read_model_config, resolve_model, size_pool
 from conflux_ray.execution.engine import Engine, TokenOutput
 from conflux_ray.execution.loop import IterationLoop, WorkerLostError
-from conflux_ray.execution.plan import IterationPlan
 from conflux_ray.execution.request import Request
 from conflux_ray.logs import configure as configure_logs
 from conflux_ray.vllm_compat.plugin import use_cpu_platform
@@ -95,13 +94,14 @@ class Instance:
             spec, ray.util.get_current_placement_group(), instance.start_timeout_s, self._progress
         )
         self._engine = Engine(
-            pool, instance.sp_degree, instance.tensor_parallel, make_policy(config), geometry.max_model_len
+            pool,
+            instance.sp_degree,
+            instance.tensor_parallel,
+            make_policy(config, geometry, "cpu"),
+            geometry.max_model_len,
         )
-        self._loop = IterationLoop(
-            self._engine, self._workers, instance.iteration_timeout_s, watch=self._note_plan
-        )
+        self._loop = IterationLoop(self._engine, self._workers, instance.iteration_timeout_s)
         self._meter = LoadMeter(self._engine)
-        self._prefill_tokens: dict[int, int] = {}
         self._requests: dict[str, tuple[str, AddRequest, float]] = {}  # engine id -> peer, message, receipt
         self._failure: str | None = None
         self._draining = False
@@ -128,8 +128,8 @@ class Instance:
         self._heart = threading.Thread(target=self._beat, name="conflux-heartbeat", daemon=True)
         self._heart.start()
         self._progress(
-            f"ready: {pool.num_blocks} KV blocks of {instance.block_size} tokens on each of {instance.sp_degree} ranks, "
-            f"max_model_len {geometry.max_model_len}"
+            f"ready: {pool.num_blocks} KV blocks of {instance.block_size} tokens on each of {instance.sp_degree} ranks,"
+            f" max_model_len {geometry.max_model_len}"
         )
 
     def _progress(self, line: str) -> None:
@@ -174,6 +174,7 @@ class Instance:
             "kv_used_fraction": report.kv_used_fraction,
             "draining_allocations": self._engine.kv.num_draining,
             "pid": os.getpid(),
+            "timings": [timing._asdict() for timing in list(self._engine.timings)[-100:]],
             "counters": {name: getattr(counters, name) for name in counters.__slots__},
         }
 
@@ -210,7 +211,10 @@ class Instance:
             else:  # the peer is gone, and with it its requests
                 for key in [k for k, (owner, _, _) in self._requests.items() if owner == peer]:
                     self._abort(key)
-        outputs = self._loop.step() if engine.has_work else []
+        outputs: list[TokenOutput] = []
+        if engine.has_work:
+            outputs = self._loop.step()
+            self._meter.observe(engine.timings)
         self._last_progress = time.monotonic()
         messages = self._to_wire(outputs)
         for peer, refusals in rejected.items():
@@ -270,11 +274,6 @@ class Instance:
                 del self._requests[request.request_id]
             messages.setdefault(peer, []).append(wire)
         return messages
-
-    def _note_plan(self, plan: IterationPlan) -> None:
-        decision = self._engine.last_decision
-        if decision.predicted > 0:
-            self._meter.observe(sum(chunk.length for chunk in decision.chunks), decision.predicted)
 
     # Registration
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from conflux_ray.execution.engine import Engine
+from collections.abc import Sequence
+
+from conflux_ray.execution.engine import Engine, Timing
 from conflux_ray.wire import LoadReport
 
 _WEIGHT = 0.1  # of the newest iteration in the running rate
@@ -15,11 +17,16 @@ class LoadMeter:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._rate = _START_RATE
+        self._seen = -1  # latest iteration counted
 
-    def observe(self, prefill_tokens: int, elapsed: float) -> None:
-        """Count an iteration that computed `prefill_tokens` prompt tokens in `elapsed` seconds."""
-        if prefill_tokens and elapsed > 0:
-            self._rate += _WEIGHT * (prefill_tokens / elapsed - self._rate)
+    def observe(self, timings: Sequence[Timing]) -> None:
+        """Count the latest iteration, if it prefilled and is new."""
+        if not timings or timings[-1].iteration == self._seen:
+            return
+        latest = timings[-1]
+        self._seen = latest.iteration
+        if latest.prefill_tokens and latest.measured > 0:
+            self._rate += _WEIGHT * (latest.prefill_tokens / latest.measured - self._rate)
 
     def report(self, draining: bool) -> LoadReport:
         """The present load."""

@@ -58,14 +58,16 @@ class Registry:
         if version == self._version:
             try:
                 await asyncio.wait_for(self._changed.wait(), timeout)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 self._expire()
         return self._version, tuple(self._instances.values())
 
     def _expire(self) -> None:
         limit = time.monotonic() - EXPIRY_SECONDS
         for instance_id in [i for i in self._instances if self._seen[i] < limit]:
-            logger.warning("instance %s has been silent for %.0f s and is no longer listed", instance_id, EXPIRY_SECONDS)
+            logger.warning(
+                "instance %s has been silent for %.0f s and is no longer listed", instance_id, EXPIRY_SECONDS
+            )
             del self._instances[instance_id]
             self._notify()
 

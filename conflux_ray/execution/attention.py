@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from conflux_ray.execution.batch import BlockTable, RankBatch, gather_slots, slots, stack_tables
-from conflux_ray.execution.device import Device, Event
+from conflux_ray.execution.device import Device, Event, Sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,21 @@ class KVPool:
     """One worker's KV memory: a tensor per layer, (num_blocks, 2, block_size, kv_heads, D), and its two views."""
 
     def __init__(
-        self, num_layers: int, num_blocks: int, block_size: int, layout: HeadLayout, dtype: torch.dtype, device: torch.device
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        layout: HeadLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        one_layer: bool = False,
     ) -> None:
         shape = (num_blocks, 2, block_size, layout.num_kv_heads, layout.head_size)
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        # A warm-up does not read what it writes, so all its layers may share one layer's memory.
+        distinct = 1 if one_layer else num_layers
+        tensors = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(distinct)]
+        self.layers = [tensors[i % distinct] for i in range(num_layers)]
+        self.num_blocks = num_blocks
         sharded = (num_blocks, 2, block_size * layout.sp_degree, layout.shard_kv_heads, layout.head_size)
         self.prefill_views = [layer.view(sharded) for layer in self.layers]
         self.block_size = block_size
@@ -74,18 +86,20 @@ class AttentionStep:
     overlap: bool
     decode_blocks: torch.Tensor  # (n_d,)
     decode_offsets: torch.Tensor
-    decode_tables: torch.Tensor  # (n_d, blocks)
-    decode_lens: list[int]
+    decode: Sequences  # n_d of one query each, in the decode view
     prefill_blocks: torch.Tensor  # (T,)
     prefill_offsets: torch.Tensor
-    prefill_tables: torch.Tensor  # (segments, blocks)
-    query_lens: list[int]
-    seq_lens: list[int]
+    prefill: Sequences  # one per segment, in the prefill view
     arrivals: list[list[Event]] = field(default_factory=list)  # per layer: KV the decodes of this iteration wait for
 
     @property
     def num_received(self) -> int:
         return sum(self.shard_sizes)
+
+    @property
+    def decode_tables(self) -> torch.Tensor:
+        """Block tables of the decodes, (n_d, blocks)."""
+        return self.decode.tables
 
 
 def build_step(
@@ -94,34 +108,62 @@ def build_step(
     prefill_tables: Mapping[int, BlockTable],
     decode_tables: Mapping[int, BlockTable],
     pool: KVPool,
-    device: torch.device,
+    device: Device,
     overlap: bool,
+    decode_sms: int | None = None,
 ) -> AttentionStep:
-    """Turn a rank's batch and its block tables into index tensors on `device`."""
+    """Turn a rank's batch and its block tables into index tensors, uploaded by the device's next `commit`.
+
+    Args:
+        decode_sms: multiprocessors for decode attention where it runs beside prefill; None lets both take all.
+    """
     blocks, offsets = gather_slots(batch.received, prefill_tables, pool.prefill_page)
-    decode = [slots(decode_tables[a], batch.decode_positions[i : i + 1], pool.block_size) for i, a in enumerate(batch.decode_ids)]
-    seq_lens = [s.end for s in batch.received]
+    decode = [
+        slots(decode_tables[a], batch.decode_positions[i : i + 1], pool.block_size)
+        for i, a in enumerate(batch.decode_ids)
+    ]
     decode_lens = [int(p) + 1 for p in batch.decode_positions]
-
-    def tensor(values) -> torch.Tensor:
-        return torch.as_tensor(values).to(device)
-
+    decode_margin = prefill_margin = 0
+    if decode_sms is not None and overlap and batch.decode_ids and batch.received and device.num_sms:
+        decode_margin, prefill_margin = max(device.num_sms - decode_sms, 0), decode_sms
     return AttentionStep(
         num_decodes=batch.num_decodes,
         shard_sizes=batch.shard_sizes,
         rank=rank,
         overlap=overlap,
-        decode_blocks=tensor([int(b[0]) for b, _ in decode]).long(),
-        decode_offsets=tensor([int(o[0]) for _, o in decode]).long(),
-        decode_tables=tensor(stack_tables([decode_tables[a] for a in batch.decode_ids], decode_lens, pool.block_size)),
-        decode_lens=decode_lens,
-        prefill_blocks=tensor(blocks),
-        prefill_offsets=tensor(offsets),
-        prefill_tables=tensor(
-            stack_tables([prefill_tables[s.alloc_id] for s in batch.received], seq_lens, pool.prefill_page)
+        decode_blocks=device.upload(np.array([int(b[0]) for b, _ in decode], np.int64)),
+        decode_offsets=device.upload(np.array([int(o[0]) for _, o in decode], np.int64)),
+        decode=_sequences(
+            device,
+            [decode_tables[a] for a in batch.decode_ids],
+            [1] * batch.num_decodes,
+            decode_lens,
+            pool.block_size,
+            decode_margin,
         ),
-        query_lens=[s.end - s.start for s in batch.received],
-        seq_lens=seq_lens,
+        prefill_blocks=device.upload(blocks),
+        prefill_offsets=device.upload(offsets),
+        prefill=_sequences(
+            device,
+            [prefill_tables[s.alloc_id] for s in batch.received],
+            [s.end - s.start for s in batch.received],
+            [s.end for s in batch.received],
+            pool.prefill_page,
+            prefill_margin,
+        ),
+    )
+
+
+def _sequences(
+    device: Device, tables: list[BlockTable], query_lens: list[int], seq_lens: list[int], page: int, sm_margin: int
+) -> Sequences:
+    return Sequences(
+        query_lens,
+        seq_lens,
+        device.upload(stack_tables(tables, seq_lens, page)),
+        device.upload(np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)),
+        device.upload(np.array(seq_lens, np.int32)),
+        sm_margin,
     )
 
 
@@ -143,6 +185,13 @@ class XPAttention:
         self.layout = layout
         self.group = group
         self.scale = scale
+
+    def plan(self, step: AttentionStep) -> None:
+        """Let the attention kernels prepare for the iteration; its index tensors are on the device by now."""
+        if step.num_decodes:
+            self.device.plan_attention(step.decode, self.pool.layers[0], self.layout.num_heads)
+        if step.num_received:
+            self.device.plan_attention(step.prefill, self.pool.prefill_views[0], self.layout.shard_heads)
 
     def __call__(
         self,
@@ -187,8 +236,7 @@ class XPAttention:
     ) -> None:
         view = self.pool.layers[layer]
         self.device.write_kv(view, step.decode_blocks, step.decode_offsets, key, value)
-        ones = [1] * step.num_decodes
-        self.device.attend(query, view, step.decode_tables, ones, step.decode_lens, self.scale, output)
+        self.device.attend(query, view, step.decode, self.scale, output)
 
     def _prefill(
         self,
@@ -204,7 +252,7 @@ class XPAttention:
         q, k, v = received.split([layout.shard_heads, layout.shard_kv_heads, layout.shard_kv_heads], dim=1)
         self.device.write_kv(view, step.prefill_blocks, step.prefill_offsets, k, v)
         attended = torch.empty_like(q, memory_format=torch.contiguous_format)
-        self.device.attend(q, view, step.prefill_tables, step.query_lens, step.seq_lens, self.scale, attended)
+        self.device.attend(q, view, step.prefill, self.scale, attended)
         self._gather_heads(step, attended, output)
 
     def _scatter_heads(
@@ -213,11 +261,7 @@ class XPAttention:
         """First all-to-all: from (n_p, all heads) here to (T, this rank's heads), Q, K and V packed."""
         layout, n_p = self.layout, query.shape[0]
         p = layout.sp_degree
-        shards = [
-            t.reshape(n_p, p, t.shape[1] // p, layout.head_size) for t in (query, key, value)
-        ]
-        packed = torch.cat(shards, dim=2)  # (n_p, P, packed_heads, D)
-        send = packed.transpose(0, 1).reshape(p * n_p, layout.packed_heads, layout.head_size)
+        send = self.device.pack_heads(query, key, value, p)
         received = send.new_empty(step.num_received, layout.packed_heads, layout.head_size)
         self.device.all_to_all(received, send, step.shard_sizes, [n_p] * p, self.group)
         return received
@@ -228,6 +272,4 @@ class XPAttention:
         p = layout.sp_degree
         back = attended.new_empty(p * n_p, layout.shard_heads, layout.head_size)
         self.device.all_to_all(back, attended, [n_p] * p, step.shard_sizes, self.group)
-        output.view(n_p, p, layout.shard_heads, layout.head_size).copy_(
-            back.view(p, n_p, layout.shard_heads, layout.head_size).transpose(0, 1)
-        )
+        self.device.merge_heads(back, output)

@@ -114,9 +114,7 @@ def slots(table: BlockTable, positions: IntArray, page: int) -> tuple[IntArray, 
     return table[positions // page], positions % page
 
 
-def gather_slots(
-    segments: Sequence[Segment], tables: Mapping[int, BlockTable], page: int
-) -> tuple[IntArray, IntArray]:
+def gather_slots(segments: Sequence[Segment], tables: Mapping[int, BlockTable], page: int) -> tuple[IntArray, IntArray]:
     """(block, offset) of every token of `segments`, one after the other."""
     parts = [slots(tables[s.alloc_id], np.arange(s.start, s.end, dtype=np.int64), page) for s in segments]
     if not parts:

@@ -1,4 +1,4 @@
-"""The CPU implementation of the device interface: threads for streams, plain torch for attention, gloo."""
+"""The CPU implementation of the device interface: threads for streams, plain torch, gloo."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-import torch.nn.functional as F  # noqa: N812
 
-from conflux_ray.execution.device import Device, Event
+from conflux_ray.execution.device import Device, Event, Sequences
 
 
 class StreamError(RuntimeError):
@@ -117,8 +119,11 @@ class CpuDevice(Device):
     ) -> None:
         self.torch_device = torch.device("cpu")
         self.main = InlineStream()
-        self.decode = ThreadStream("conflux-decode", decode_delay, seed)
-        self.transfer = ThreadStream("conflux-transfer", transfer_delay, seed + 1)
+        self._threads = (
+            ThreadStream("conflux-decode", decode_delay, seed),
+            ThreadStream("conflux-transfer", transfer_delay, seed + 1),
+        )
+        self.decode, self.transfer = self._threads
 
     def all_to_all(
         self,
@@ -130,43 +135,34 @@ class CpuDevice(Device):
     ) -> None:
         torch.distributed.all_to_all_single(output, input, list(output_sizes), list(input_sizes), group=group)
 
-    def write_kv(
-        self, view: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
-        view[blocks, 0, offsets] = k
-        view[blocks, 1, offsets] = v
+    def bind(self) -> None:
+        pass
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        view: torch.Tensor,
-        block_tables: torch.Tensor,
-        query_lens: Sequence[int],
-        seq_lens: Sequence[int],
-        scale: float,
-        output: torch.Tensor,
-    ) -> None:
-        page, heads = view.shape[2], view.shape[3]
-        start = 0
-        for row, (queries, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
-            blocks = block_tables[row, : -(-length // page)].long()
-            kv = view[blocks]  # (blocks, 2, page, heads, D)
-            k = kv[:, 0].reshape(-1, heads, view.shape[-1])[:length].transpose(0, 1)
-            v = kv[:, 1].reshape(-1, heads, view.shape[-1])[:length].transpose(0, 1)
-            q = query[start : start + queries].transpose(0, 1)
-            mask = None
-            if queries > 1:
-                mask = torch.ones(queries, length, dtype=torch.bool).tril(length - queries)
-            out = F.scaled_dot_product_attention(
-                q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), attn_mask=mask, scale=scale, enable_gqa=True
-            )
-            output[start : start + queries] = out.squeeze(0).transpose(0, 1)
-            start += queries
+    def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(np.array(array))
+
+    def commit(self) -> None:
+        pass
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def mark(self) -> Any:
+        return time.perf_counter()
+
+    def elapsed(self, start: Any, end: Any) -> float:
+        return end - start
+
+    def kv_budget(self, utilization: float) -> int:
+        raise ValueError("num_blocks=0 asks for a KV pool sized by the device's memory; on device=cpu name its blocks")
+
+    def plan_attention(self, sequences: Sequences, view: torch.Tensor, num_heads: int) -> None:
+        pass
 
     def synchronize(self) -> None:
         self.decode.record().synchronize()
         self.transfer.record().synchronize()
 
     def close(self) -> None:
-        self.decode.close()
-        self.transfer.close()
+        for thread in self._threads:
+            thread.close()

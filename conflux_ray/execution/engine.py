@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import random
 import struct
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from conflux_ray.execution.plan import (
     Chunk,
@@ -26,7 +28,7 @@ from conflux_ray.execution.plan import (
 )
 from conflux_ray.execution.request import Request, RequestState
 from conflux_ray.kv import KVGeometry, KVManager
-from conflux_ray.planning.interface import Decision, DecodeState, KVState, PendingPrefill, Policy, ResidentDecode
+from conflux_ray.planning.interface import Decision, DecodeState, KVState, PendingPrefill, Policy
 from conflux_ray.wire import FinishReason, Logprobs
 
 
@@ -59,6 +61,15 @@ class Counters:
     aborted: int = 0
     finished: int = 0
     tbt_violations: int = 0
+
+
+class Timing(NamedTuple):
+    """One iteration as the policy predicted it and as the slowest worker measured it."""
+
+    iteration: int
+    prefill_tokens: int
+    predicted: float  # seconds; 0 without a latency model
+    measured: float  # seconds
 
 
 @dataclass(slots=True)
@@ -108,6 +119,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.counters = Counters()
         self.last_decision = Decision()
+        self.timings: deque[Timing] = deque(maxlen=1024)  # of the latest iterations
         self._poison = poison
         self._random = random.Random(seed)
         self._by_alloc: dict[int, Request] = {}
@@ -190,10 +202,10 @@ class Engine:
         """
         if self._poison:
             self._to_poison += self.kv.drain_freed()
-        decodes, growths, resident, stepped = self._step_decodes(now)
+        decodes, growths, resident, stepped = self._step_decodes()
         decision = self.policy.schedule(
             [self._describe(r) for r in self._pending.values()],
-            DecodeState(tuple(tuple(rank) for rank in resident)),
+            resident,
             KVState(*self.kv.snapshot()),
             now,
         )
@@ -202,9 +214,7 @@ class Engine:
                 return None
             # Blocks drain until their transfers are acknowledged, and acknowledgements ride on results.
             return self._issue(
-                IterationPlan(
-                    self._iteration, decodes, drop=self._take_dropped(), wait_transfers=True
-                ),
+                IterationPlan(self._iteration, decodes, drop=self._take_dropped(), wait_transfers=True),
                 decision,
                 now,
                 [],
@@ -226,9 +236,7 @@ class Engine:
         self._count(plan, decision)
         return self._issue(plan, decision, now, stepped)
 
-    def _issue(
-        self, plan: IterationPlan, decision: Decision, now: float, requests: list[Request]
-    ) -> IterationPlan:
+    def _issue(self, plan: IterationPlan, decision: Decision, now: float, requests: list[Request]) -> IterationPlan:
         self.kv.issue(self._iteration)
         self._in_flight[self._iteration] = _InFlight(decision, now, requests)
         self._iteration += 1
@@ -236,10 +244,13 @@ class Engine:
         return plan
 
     def _describe(self, request: Request) -> PendingPrefill:
+        """What the policy sees of a request; kept until the request has moved on."""
+        if request.described is not None:
+            return request.described
         needs_placement = self._needs_placement(request)
         geometry = self.kv.geometry
         waiting = request.state is RequestState.WAITING
-        return PendingPrefill(
+        request.described = PendingPrefill(
             request_id=request.request_id,
             arrival=request.arrival,
             deadline=request.deadline,
@@ -251,20 +262,22 @@ class Engine:
             decode_blocks=geometry.decode_blocks(request.prefill_tokens + 1) if needs_placement else 0,
             needs_placement=needs_placement,
         )
+        return request.described
 
     def _needs_placement(self, request: Request) -> bool:
         return request.max_output(self.max_model_len) - len(request.output) > 1
 
     def _step_decodes(
-        self, now: float
-    ) -> tuple[tuple[tuple[Decode, ...], ...], tuple[Growth, ...], list[list[ResidentDecode]], list[Request]]:
+        self,
+    ) -> tuple[tuple[tuple[Decode, ...], ...], tuple[Growth, ...], DecodeState, list[Request]]:
         """Advance every resident decode that has room to grow, oldest first."""
         decodes: list[tuple[Decode, ...]] = []
         growths: list[Growth] = []
-        resident: list[list[ResidentDecode]] = []
+        context = [0] * self.num_ranks
+        tightest_tbt = float("inf")
         stepped: list[Request] = []
         for rank, requests in enumerate(self._residents):
-            steps, views = [], []
+            steps = []
             for request in list(requests.values()):
                 if request.state is not RequestState.DECODING:
                     continue
@@ -278,15 +291,13 @@ class Engine:
                 if blocks:
                     growths.append(Growth(request.alloc_id, blocks))
                 steps.append(Decode(request.alloc_id, request.scheduled_tokens - 1))
-                due = request.deadline + request.in_flight * request.slo.tbt_s
-                views.append(
-                    ResidentDecode(request.request_id, request.scheduled_tokens, request.slo.tbt_s, due)
-                )
+                context[rank] += request.scheduled_tokens
+                tightest_tbt = min(tightest_tbt, request.slo.tbt_s)
                 request.scheduled_output += 1
                 stepped.append(request)
             decodes.append(tuple(steps))
-            resident.append(views)
-        return tuple(decodes), tuple(growths), resident, stepped
+        state = DecodeState.summed([len(steps) for steps in decodes], context, tightest_tbt)
+        return tuple(decodes), tuple(growths), state, stepped
 
     def _make_room(self, rank: int, growing: Request) -> bool:
         """A decode on `rank` cannot grow: preempt the newest one, unless blocks are about to return anyway.
@@ -342,6 +353,7 @@ class Engine:
                 Chunk(request.alloc_id, pack_tokens(tokens[scheduled.start : end]), shards, scheduled.completes)
             )
             request.computed_tokens = end
+            request.described = None
             if not scheduled.completes:
                 continue
             table: list[int] = []
@@ -425,7 +437,11 @@ class Engine:
                     self._end(request)
                 elif request.state is RequestState.PAUSED and request.in_flight == 0:
                     self._preempt(request)
-        self.policy.observe(flight.decision, max(r.elapsed for r in results))
+        elapsed = max(r.elapsed for r in results)
+        self.policy.observe(flight.decision, elapsed)
+        self.timings.append(
+            Timing(iteration, sum(c.length for c in flight.decision.chunks), flight.decision.predicted, elapsed)
+        )
         return outputs
 
     def _acknowledge(self, transfer_id: int, worker: int) -> None:

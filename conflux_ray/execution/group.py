@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ class PlanChannel:
 
 
 class LocalWorkerGroup:
-    """Workers as local processes, forked from a server that has imported vLLM once.
+    """Workers as local processes: on the CPU forked from a server that has imported vLLM once, else started afresh.
 
     Args:
         spec: of every worker; `rank`, `local_rank` and `init_method` are filled in.
@@ -95,8 +96,13 @@ class LocalWorkerGroup:
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["conflux_ray.execution.worker"])
+        context: ForkServerContext | SpawnContext
+        if spec.device == "cpu":
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["conflux_ray.execution.worker"])
+        else:
+            # A process forked from one that has looked for a GPU cannot use it, and importing vLLM looks.
+            context = multiprocessing.get_context("spawn")
         self._directory = tempfile.TemporaryDirectory(prefix="conflux-")
         init_method = f"file://{Path(self._directory.name) / 'rendezvous'}"
         self._processes: list[BaseProcess] = []
@@ -107,7 +113,11 @@ class LocalWorkerGroup:
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=_main,
-                    args=(replace(spec, rank=rank, local_rank=rank, init_method=init_method), self._channel.handle, theirs),
+                    args=(
+                        replace(spec, rank=rank, local_rank=rank, init_method=init_method),
+                        self._channel.handle,
+                        theirs,
+                    ),
                     name=f"conflux-worker-{rank}",
                     daemon=True,
                 )
@@ -117,7 +127,8 @@ class LocalWorkerGroup:
                 self._pipes.append(ours)
             answers = [self._answer(rank) for rank in range(spec.world_size)]
             self.shape: ModelShape = answers[0][0]
-            self._channel.open([handle for _, handle in answers])
+            self.num_blocks: int = answers[0][1]
+            self._channel.open([handle for *_, handle in answers])
         except BaseException:
             self.kill()
             raise
@@ -146,7 +157,7 @@ class LocalWorkerGroup:
         self._channel.close()
         self._directory.cleanup()
 
-    def _answer(self, rank: int) -> tuple[ModelShape, Any]:
+    def _answer(self, rank: int) -> tuple[ModelShape, int, Any]:
         pipe = self._pipes[rank]
         while not pipe.poll(1.0):
             self._check_alive()
@@ -170,5 +181,5 @@ def _main(spec: WorkerSpec, plans: Any, pipe: Connection) -> None:
     except BaseException:
         pipe.send(traceback.format_exc())
         return
-    pipe.send((worker.shape, handle))
+    pipe.send((worker.shape, worker.num_blocks, handle))
     worker.serve()

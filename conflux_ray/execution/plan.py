@@ -129,7 +129,7 @@ class WorkerError(msgspec.Struct, frozen=True, array_like=True, tag="error"):
 
 _plan_decoder: msgspec.msgpack.Decoder[IterationPlan] = msgspec.msgpack.Decoder(IterationPlan)
 _result_decoder: msgspec.msgpack.Decoder[WorkerResult | WorkerError] = msgspec.msgpack.Decoder(
-    WorkerResult | WorkerError  # type: ignore[arg-type]
+    WorkerResult | WorkerError
 )
 _encoder = msgspec.msgpack.Encoder()
 

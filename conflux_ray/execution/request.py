@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from conflux_ray.planning.interface import PendingPrefill
 from conflux_ray.wire import FinishReason, Sampling, Slo
 
 
@@ -54,6 +55,7 @@ class Request:
     first_scheduled: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    described: PendingPrefill | None = None  # what the policy saw last; None once it no longer holds
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -98,6 +100,7 @@ class Request:
         self.alloc_id = self.rank = -1
         self.prefill_tokens = len(self.prompt) + len(self.output)
         self.computed_tokens = 0
+        self.described = None
         self.num_preemptions += 1
 
     def accept(self, token: int, max_model_len: int) -> bool:

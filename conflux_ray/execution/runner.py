@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,11 +10,22 @@ import torch
 
 from conflux_ray.execution.attention import AttentionStep, HeadLayout, KVPool, XPAttention, build_step
 from conflux_ray.execution.batch import BlockTable, RankBatch, build_batch
-from conflux_ray.execution.device import Device
-from conflux_ray.execution.plan import IterationPlan, NewResident, WorkerResult
+from conflux_ray.execution.device import Device, Event
+from conflux_ray.execution.plan import (
+    Chunk,
+    Decode,
+    IterationPlan,
+    NewPrefill,
+    NewResident,
+    Shard,
+    Transfer,
+    WorkerResult,
+)
 from conflux_ray.execution.transition import Handoff, Transitions
+from conflux_ray.kv import KVGeometry
 from conflux_ray.vllm_compat.loader import LoadedModel
-from conflux_ray.vllm_compat.sampler import SampleRow, TokenSampler
+from conflux_ray.vllm_compat.sampler import Sampled, SampleRow, SamplingBatch, TokenSampler
+from conflux_ray.wire import Sampling
 
 POISON = 3.0e4
 """Written over freed blocks in tests: large, finite, and representable in float16."""
@@ -28,16 +39,52 @@ class Resident:
     slot: int  # of its last sampled token
 
 
+@dataclass(frozen=True, slots=True)
+class RunnerLimits:
+    """The largest iteration, which the warm-up runs once to learn what memory it takes."""
+
+    max_prefill_tokens: int = 2048  # of one iteration, all ranks together
+    max_num_seqs: int = 128  # resident decodes of one logical rank
+    gpu_memory_utilization: float = 0.9  # share of the device's memory for everything
+
+
+class RunningIteration:
+    """An iteration that is enqueued, and perhaps not yet done.
+
+    Args:
+        done: reached when its tokens are in the host's memory.
+        read: completes the result then.
+    """
+
+    def __init__(self, done: Event, read: Callable[[], WorkerResult]) -> None:
+        self._done = done
+        self._read = read
+
+    def ready(self) -> bool:
+        """Whether `finish` returns at once."""
+        return self._done.query()
+
+    def finish(self) -> WorkerResult:
+        """Wait for the iteration and report it."""
+        self._done.synchronize()
+        return self._read()
+
+
 class ModelRunner:
     """One worker's executor of Conflux Parallelism.
 
     Args:
         model: weights and process groups.
         device: streams, kernels, collectives.
-        num_blocks: of the KV pool, the null block included.
+        num_blocks: of the KV pool, the null block included; 0 takes the memory that the largest iteration leaves.
         block_size: tokens of all heads in one block.
         sp_group, transfer_group: two communicators over the same workers.
         return_logits: report the logits of every sampled row (tests).
+        limits: the largest iteration.
+
+    Raises:
+        RuntimeError: the memory left for KV does not hold one request of the model's length.
+        ValueError: `num_blocks` is 0 on a device that cannot size its pool.
     """
 
     attention_class: type[XPAttention] = XPAttention
@@ -51,6 +98,7 @@ class ModelRunner:
         sp_group: torch.distributed.ProcessGroup,
         transfer_group: torch.distributed.ProcessGroup,
         return_logits: bool = False,
+        limits: RunnerLimits | None = None,
     ) -> None:
         shape = model.shape
         self.model = model
@@ -60,49 +108,137 @@ class ModelRunner:
         self.num_ranks = model.sp_degree
         self.return_logits = return_logits
         self.layout = HeadLayout(shape.num_heads, shape.num_kv_heads, shape.head_size, self.num_ranks)
-        self.pool = KVPool(
-            shape.num_layers, num_blocks, block_size, self.layout, shape.dtype, device.torch_device
-        )
-        self.attention = self.attention_class(device, self.pool, self.layout, sp_group, model.scale)
-        self.transitions = Transitions(device, self.pool, self.layout, self.rank, transfer_group)
-        self.sampler = TokenSampler(device.torch_device, shape.vocab_size)
+        self.block_size = block_size
+        self.sampler = TokenSampler(device.torch_device, shape.vocab_size, device.upload)
         self._layers = {name: i for i, name in enumerate(model.layer_names)}
         self._prefill_tables: dict[int, BlockTable] = {}
         self._decode_tables: dict[int, BlockTable] = {}
         self._residents: dict[int, Resident] = {}
         self._last_tokens = torch.zeros(64, dtype=torch.int64, device=device.torch_device)
         self._free_slots = list(range(64))[::-1]
+        self.pool = self._make_pool(2)
+        self.attention = self.attention_class(device, self.pool, self.layout, sp_group, model.scale)
+        self.transitions = Transitions(device, self.pool, self.layout, self.rank, transfer_group)
+        limits = limits or RunnerLimits()
+        if device.compiles or not num_blocks:
+            self.warm_up(limits)
+        self._use(self._make_pool(num_blocks or self._size_pool(limits.gpu_memory_utilization)))
 
     @torch.inference_mode()
-    def run(self, plan: IterationPlan) -> WorkerResult:
-        """Run one iteration and report it."""
-        started = time.perf_counter()
+    def run(self, plan: IterationPlan) -> RunningIteration:
+        """Enqueue one iteration; returns without waiting for the device."""
+        start = self.device.mark()
         self._apply(plan)
         batch = self.build_batch(plan)
         result = WorkerResult(plan.iteration, self.worker)
         handoff = self.transitions.begin(plan.transfers, self._prefill_tables, self._decode_tables)
+        sampled: _Fetched | None = None
         # With a prefill anywhere, a rank without tokens still attends its heads for the tokens of the others.
         if plan.chunks or batch.num_tokens:
-            self._forward(plan, batch, handoff, result)
-        result.acknowledged = self.transitions.acknowledge(plan.wait_transfers)
-        result.elapsed = time.perf_counter() - started
-        return result
+            sampled = self._forward(plan, batch, handoff)
+        begun = self.transitions.num_begun
+        end, done = self.device.mark(), self.device.main.record()
+
+        def read() -> WorkerResult:
+            if sampled is not None and self.model.tp_rank == 0:
+                sampled.report(result)
+            result.acknowledged = self.transitions.acknowledge(begun, plan.wait_transfers)
+            result.elapsed = self.device.elapsed(start, end)
+            return result
+
+        return RunningIteration(done, read)
+
+    def warm_up(self, limits: RunnerLimits) -> None:
+        """Run the largest iteration once, on a pool of its own that all layers share. All workers call it together.
+
+        It loads and compiles kernels, opens communicators, and leaves the device's peak memory to be read.
+        """
+        length = max(1, min(limits.max_prefill_tokens, self.model.shape.max_model_len - 1))
+        table = list(range(1, 1 + -(-length // self.block_size)))
+        final = self.pool
+        self._use(self._make_pool(len(table) + 1, one_layer=True))
+        # Twice, since the first run's compilation and communicators take memory of their own.
+        for _ in range(2):
+            self.run(self._largest_plan(limits, length, table)).finish()
+        self._forget_all()
+        self._use(final)
+        self.device.synchronize()
+
+    def _largest_plan(self, limits: RunnerLimits, length: int, table: list[int]) -> IterationPlan:
+        """Every rank computes `max_prefill_tokens` of prefill and `max_num_seqs` decodes; one prompt is handed over."""
+        page_table = table[: -(-length // (self.block_size * self.num_ranks))]
+        chunks, prefills, residents, decodes = [], [], [], []
+        alloc_id = 0
+        for rank in range(self.num_ranks):
+            left = limits.max_prefill_tokens
+            while left:
+                tokens = min(left, length)
+                chunks.append(Chunk(alloc_id, bytes(4 * tokens), (Shard(rank, 0, tokens),)))
+                prefills.append(NewPrefill(alloc_id, (page_table,) * self.num_ranks))
+                left -= tokens
+                alloc_id += 1
+        # The sampling that takes most memory: sorted logits of every row.
+        sampling = Sampling(max_tokens=2, temperature=1.0, top_p=0.9)
+        residents.append(NewResident(0, 0, table, sampling, 0, b"", 1))
+        handover = min(limits.max_prefill_tokens, length)
+        for rank in range(self.num_ranks):
+            ids = range(alloc_id, alloc_id + limits.max_num_seqs)
+            alloc_id += limits.max_num_seqs
+            residents += [NewResident(i, rank, table[:1], sampling, i, b"", 1) for i in ids]
+            decodes.append(tuple(Decode(i, 0) for i in ids))
+        return IterationPlan(
+            0,
+            tuple(decodes),
+            chunks=tuple(chunks),
+            new_prefills=tuple(prefills),
+            new_residents=tuple(residents),
+            transfers=(Transfer(0, 0, 0, handover, 0),),
+            wait_transfers=True,
+        )
+
+    def _size_pool(self, utilization: float) -> int:
+        """Blocks that fit beside the largest iteration, the same number on every worker."""
+        shape = self.model.shape
+        per_token = 2 * self.layout.num_kv_heads * self.layout.head_size * shape.dtype.itemsize * shape.num_layers
+        block_bytes = per_token * self.block_size
+        budget = self.device.kv_budget(utilization)
+        num_blocks = self.model.smallest(max(budget, 0) // block_bytes)
+        needed = KVGeometry(self.block_size, self.num_ranks, 2).min_blocks(shape.max_model_len)
+        if num_blocks < needed:
+            raise RuntimeError(
+                f"gpu_memory_utilization={utilization} leaves {budget / 2**30:.2f} GiB for KV on this worker and "
+                f"{num_blocks} blocks on the tightest one, and a request of max_model_len={shape.max_model_len} needs "
+                f"{needed} ({needed * block_bytes / 2**30:.2f} GiB): raise gpu_memory_utilization, lower "
+                "max_model_len or max_prefill_tokens, or give a logical rank more GPUs"
+            )
+        return num_blocks
+
+    def _make_pool(self, num_blocks: int, one_layer: bool = False) -> KVPool:
+        shape = self.model.shape
+        return KVPool(
+            shape.num_layers,
+            num_blocks,
+            self.block_size,
+            self.layout,
+            shape.dtype,
+            self.device.torch_device,
+            one_layer,
+        )
+
+    def _use(self, pool: KVPool) -> None:
+        self.pool = self.attention.pool = self.transitions.pool = pool
 
     def build_batch(self, plan: IterationPlan) -> RankBatch:
         """This rank's part of the plan."""
         return build_batch(plan, self.rank, self.num_ranks)
 
-    def build_step(self, batch: RankBatch, overlap: bool) -> AttentionStep:
-        """The attention indices of a batch."""
-        return build_step(
-            batch,
-            self.rank,
-            self._prefill_tables,
-            self._decode_tables,
-            self.pool,
-            self.device.torch_device,
-            overlap,
+    def build_step(self, batch: RankBatch, overlap: bool, decode_sms: int | None = None) -> AttentionStep:
+        """The attention indices of a batch, on the device: what was uploaded before is there as well."""
+        step = build_step(
+            batch, self.rank, self._prefill_tables, self._decode_tables, self.pool, self.device, overlap, decode_sms
         )
+        self.device.commit()
+        return step
 
     # State that plans change
 
@@ -144,17 +280,15 @@ class ModelRunner:
 
     # The iteration
 
-    def _forward(
-        self, plan: IterationPlan, batch: RankBatch, handoff: Handoff | None, result: WorkerResult
-    ) -> None:
-        device = self.device.torch_device
-        step = self.build_step(batch, plan.overlap)
+    def _forward(self, plan: IterationPlan, batch: RankBatch, handoff: Handoff | None) -> _Fetched | None:
+        upload = self.device.upload
+        sampling = self._prepare_sampling(batch) if batch.sample_ids else None
+        decode_slots = upload(np.array([self._residents[a].slot for a in batch.decode_ids], np.int64))
+        shard_tokens, positions = upload(batch.shard_tokens), upload(batch.positions)
+        step = self._build_step(batch, plan)
         step.arrivals = self.transitions.arrivals(batch.decode_ids, len(self._layers))
-        decode_slots = torch.tensor([self._residents[a].slot for a in batch.decode_ids], dtype=torch.int64, device=device)
-        input_ids = torch.cat(
-            [self._last_tokens[decode_slots], torch.from_numpy(batch.shard_tokens).to(device)]
-        )
-        positions = torch.from_numpy(batch.positions).to(device)
+        self.attention.plan(step)
+        input_ids = torch.cat([self._last_tokens[decode_slots], shard_tokens])
         padded = max(batch.num_tokens, 1)  # a rank with nothing of its own still runs every layer's collectives
         if padded > batch.num_tokens:
             input_ids, positions = input_ids.new_zeros(padded), positions.new_zeros(padded)
@@ -170,24 +304,57 @@ class ModelRunner:
                 self.transitions.after_layer(handoff, layer)
 
         hidden = self.model.forward(input_ids, positions, attend)
-        if batch.sample_ids:
-            rows = torch.from_numpy(batch.sample_rows).to(device)
-            self._sample(batch, self.model.logits(hidden[rows]), result)
+        return None if sampling is None else self._sample(batch, hidden, sampling)
 
-    def _sample(self, batch: RankBatch, logits: torch.Tensor, result: WorkerResult) -> None:
+    def _build_step(self, batch: RankBatch, plan: IterationPlan) -> AttentionStep:
+        if plan.decode_sms is None:
+            return self.build_step(batch, plan.overlap)
+        return self.build_step(batch, plan.overlap, plan.decode_sms)
+
+    def _prepare_sampling(self, batch: RankBatch) -> _SamplingInput:
         residents = [self._residents[a] for a in batch.sample_ids]
         rows = [
             SampleRow(resident.new.sampling, resident.new.seed, position)
             for resident, position in zip(residents, batch.sample_positions, strict=True)
         ]
-        kept = logits.float().cpu().numpy() if self.return_logits else None
-        tokens, logprobs = self.sampler.sample(logits, rows)
-        slots = torch.tensor([r.slot for r in residents], dtype=torch.int64, device=self.device.torch_device)
-        self._last_tokens[slots] = tokens
-        if self.model.tp_rank == 0:
-            result.alloc_ids = list(batch.sample_ids)
-            result.tokens = tokens.tolist()
-            if any(entry is not None for entry in logprobs):
-                result.logprobs = logprobs
-            if kept is not None:
-                result.logits = [row.astype("<f4").tobytes() for row in kept]
+        return _SamplingInput(
+            self.sampler.prepare(rows),
+            self.device.upload(batch.sample_rows),
+            self.device.upload(np.array([r.slot for r in residents], np.int64)),
+        )
+
+    def _sample(self, batch: RankBatch, hidden: torch.Tensor, sampling: _SamplingInput) -> _Fetched:
+        logits = self.model.logits(hidden[sampling.hidden_rows])
+        kept = self.device.fetch(logits.float()) if self.return_logits else None
+        sampled = self.sampler.sample(logits, sampling.batch)
+        self._last_tokens[sampling.slots] = sampled.tokens
+        return _Fetched(list(batch.sample_ids), sampling.batch, sampled.to_host(self.device.fetch), kept)
+
+
+@dataclass(slots=True)
+class _SamplingInput:
+    """What sampling needs on the device before the forward pass."""
+
+    batch: SamplingBatch
+    hidden_rows: torch.Tensor  # (rows,) of the hidden states
+    slots: torch.Tensor  # (rows,) of the sampled tokens
+
+
+@dataclass(slots=True)
+class _Fetched:
+    """An iteration's sampled tokens on their way to the host."""
+
+    alloc_ids: list[int]
+    batch: SamplingBatch
+    sampled: Sampled
+    logits: torch.Tensor | None
+
+    def report(self, result: WorkerResult) -> None:
+        """Put what has arrived into `result`."""
+        result.alloc_ids = self.alloc_ids
+        result.tokens = self.sampled.tokens.tolist()
+        logprobs = self.sampled.logprobs_of(self.batch)
+        if any(entry is not None for entry in logprobs):
+            result.logprobs = logprobs
+        if self.logits is not None:
+            result.logits = [row.astype("<f4").tobytes() for row in self.logits.numpy()]

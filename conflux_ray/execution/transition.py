@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from conflux_ray.execution.attention import HeadLayout, KVPool
@@ -24,6 +23,7 @@ class Handoff:
     """The transfers of one iteration on one worker."""
 
     transfer_ids: list[int]
+    number: int  # how many handoffs began before this one
     arriving: set[int]  # allocations whose decode residency is here
     send_blocks: torch.Tensor  # slots in the prefill view, in order of target
     send_offsets: torch.Tensor
@@ -53,6 +53,7 @@ class Transitions:
         self.layout = layout
         self.rank = rank
         self.group = group
+        self.num_begun = 0
         self._open: list[Handoff] = []
 
     def begin(
@@ -74,13 +75,15 @@ class Transitions:
         receive = gather_slots(incoming, decode_tables, self.pool.block_size)
         handoff = Handoff(
             transfer_ids=[t.transfer_id for t in transfers],
+            number=self.num_begun,
             arriving={s.alloc_id for s in incoming},
-            send_blocks=self._tensor(send[0]),
-            send_offsets=self._tensor(send[1]),
+            send_blocks=self.device.upload(send[0]),
+            send_offsets=self.device.upload(send[1]),
             send_sizes=sizes,
-            receive_blocks=self._tensor(receive[0]),
-            receive_offsets=self._tensor(receive[1]),
+            receive_blocks=self.device.upload(receive[0]),
+            receive_offsets=self.device.upload(receive[1]),
         )
+        self.num_begun += 1
         self._open.append(handoff)
         return handoff
 
@@ -98,13 +101,14 @@ class Transitions:
             return []
         return [[h.arrived[layer] for h in waits] for layer in range(num_layers)]
 
-    def acknowledge(self, wait: bool) -> list[int]:
-        """Transfers done since the last call; with `wait`, all that were begun.
+    def acknowledge(self, begun: int, wait: bool) -> list[int]:
+        """Transfers of the first `begun` handoffs that are done since the last call; with `wait`, all of those.
 
-        A failed transfer raises here.
+        Later handoffs may be under way already: the iteration that is reported knows nothing of them. A failed transfer
+        raises here.
         """
         done: list[int] = []
-        while self._open and (wait or self._open[0].done):
+        while self._open and self._open[0].number < begun and (wait or self._open[0].done):
             handoff = self._open.pop(0)
             handoff.arrived[-1].synchronize()
             done += handoff.transfer_ids
@@ -113,15 +117,9 @@ class Transitions:
     def _move(self, handoff: Handoff, layer: int) -> None:
         layout = self.layout
         view, local = self.pool.prefill_views[layer], self.pool.layers[layer]
-        send = view[handoff.send_blocks, :, handoff.send_offsets].contiguous()  # (n, 2, shard_kv_heads, D)
+        send = self.device.gather_kv(view, handoff.send_blocks, handoff.send_offsets)
         own = handoff.send_sizes[self.rank]
         received = send.new_empty(layout.sp_degree * own, *send.shape[1:])
         self.device.all_to_all(received, send, [own] * layout.sp_degree, handoff.send_sizes, self.group)
         if own:
-            # Rank s held heads [s * shard_kv_heads, (s + 1) * shard_kv_heads).
-            heads = received.view(layout.sp_degree, own, 2, layout.shard_kv_heads, layout.head_size)
-            merged = heads.permute(1, 2, 0, 3, 4).reshape(own, 2, layout.num_kv_heads, layout.head_size)
-            local[handoff.receive_blocks, :, handoff.receive_offsets] = merged
-
-    def _tensor(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self.device.torch_device)
+            self.device.scatter_kv(local, handoff.receive_blocks, handoff.receive_offsets, received)

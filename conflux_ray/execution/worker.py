@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 import traceback
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from conflux_ray.execution.cpu import CpuDevice
-from conflux_ray.execution.plan import WorkerError, decode_plan, encode
-from conflux_ray.execution.runner import ModelRunner
+from conflux_ray.execution.device import Device
+from conflux_ray.execution.plan import IterationPlan, WorkerError, WorkerResult, decode_plan, encode
+from conflux_ray.execution.runner import ModelRunner, RunnerLimits, RunningIteration
 from conflux_ray.vllm_compat.channel import Reader, Writer
 from conflux_ray.vllm_compat.loader import LoadedModel, ModelArgs, ModelShape
 
@@ -20,6 +24,9 @@ STOP = b""
 """Sent instead of a plan to end the loop."""
 
 _IDLE_SECONDS = 3600.0
+_POLL_SECONDS = 5e-5
+_MOST_RUNNING = 2
+"""Iterations enqueued at once. The instance issues no third before it has the result of the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +36,7 @@ class WorkerSpec:
     model: ModelArgs
     rank: int  # 0 .. world_size - 1; a logical rank is `model.tensor_parallel` consecutive workers
     world_size: int
-    num_blocks: int
+    num_blocks: int  # of the KV pool, the null block included; 0: as many as the GPU's memory holds
     block_size: int
     init_method: str
     device: str = "cpu"
@@ -40,23 +47,27 @@ class WorkerSpec:
     decode_delay: tuple[float, float] = (0.0, 0.0)
     transfer_delay: tuple[float, float] = (0.0, 0.0)
     seed: int = 0
+    gpu_memory_utilization: float = 0.9
+    max_prefill_tokens: int = 2048  # of one iteration, all ranks together: sizes the warm-up
+    max_num_seqs: int = 128  # resident decodes of one logical rank, likewise
 
 
 class Worker:
-    """One worker of an instance.
+    """One worker of an instance. It may be served from another thread than the one that made it.
 
     Raises:
         ValueError: the device is unknown, or the model's heads do not divide (see `config`).
+        RuntimeError: the GPU, its driver or its memory does not suffice; the message names what.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
-        if spec.device != "cpu":
-            raise ValueError(f"device={spec.device} is not supported by this build; use device=cpu")
         # All workers of an instance are on one node: their rendezvous needs no network interface.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.set_num_threads(spec.threads)
-        self._device = CpuDevice(spec.decode_delay, spec.transfer_delay, spec.seed + spec.rank)
+        self._device = make_device(spec)
+        self._device.bind()
+        backend = "gloo" if spec.device == "cpu" else "nccl"
         self._model = LoadedModel(
             spec.model,
             spec.rank,
@@ -64,7 +75,7 @@ class Worker:
             spec.local_rank,
             spec.init_method,
             self._device.torch_device,
-            backend="gloo",
+            backend,
         )
         runner: type[ModelRunner] = load_object(spec.runner)
         self._runner = runner(
@@ -72,9 +83,10 @@ class Worker:
             self._device,
             spec.num_blocks,
             spec.block_size,
-            sp_group=self._model.new_sp_group("gloo"),
-            transfer_group=self._model.new_sp_group("gloo"),
+            sp_group=self._model.new_sp_group(backend),
+            transfer_group=self._model.new_sp_group(backend),
             return_logits=spec.return_logits,
+            limits=RunnerLimits(spec.max_prefill_tokens, spec.max_num_seqs, spec.gpu_memory_utilization),
         )
         self._plans: Reader | None = None
         self._results: Writer | None = None
@@ -83,6 +95,11 @@ class Worker:
     def shape(self) -> ModelShape:
         """Sizes of the loaded model on this worker."""
         return self._model.shape
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of this worker's KV pool, the null block included; the same on every worker."""
+        return self._runner.pool.num_blocks
 
     def connect(self, plans: Any) -> Any:
         """Subscribe to the instance's plans; returns the handle of this worker's results."""
@@ -95,22 +112,69 @@ class Worker:
         """Run plans until `STOP`. A failing iteration is reported, then raised: the instance is lost as a whole."""
         assert self._plans is not None, "connect first"
         assert self._results is not None
+        results = self._results
         self._plans.wait_until_ready()
-        self._results.wait_until_ready()
+        results.wait_until_ready()
+        self._device.bind()
         try:
-            while True:
-                try:
-                    data = self._plans.receive(_IDLE_SECONDS)
-                except TimeoutError:
-                    continue
-                if data == STOP:
-                    return
-                self._results.send(encode(self._runner.run(decode_plan(data))))
+            run_plans(self._plans, self._runner.run, lambda result: results.send(encode(result)))
         except Exception:
-            self._results.send(encode(WorkerError(self.spec.rank, traceback.format_exc())))
+            results.send(encode(WorkerError(self.spec.rank, traceback.format_exc())))
             raise
         finally:
             self._device.close()
+
+
+class Plans(Protocol):
+    """Where a worker's plans come from (`vllm_compat.channel.Reader`)."""
+
+    def ready(self) -> bool:
+        """Whether `receive` returns at once."""
+        ...
+
+    def receive(self, timeout: float) -> bytes:
+        """The next message; raises TimeoutError after `timeout` seconds."""
+        ...
+
+
+def run_plans(
+    plans: Plans, run: Callable[[IterationPlan], RunningIteration], send: Callable[[WorkerResult], None]
+) -> None:
+    """Run plans until `STOP`. If the next plan is there, it is enqueued before this one's result is waited for."""
+    running: deque[RunningIteration] = deque()
+    while True:
+        if running and (len(running) == _MOST_RUNNING or running[0].ready()):
+            send(running.popleft().finish())
+            continue
+        if running and not plans.ready():
+            time.sleep(_POLL_SECONDS)
+            continue
+        try:
+            data = plans.receive(_IDLE_SECONDS)
+        except TimeoutError:
+            continue
+        if data == STOP:
+            return
+        running.append(run(decode_plan(data)))
+
+
+def make_device(spec: WorkerSpec) -> Device:
+    """The device of a worker; raises as `Worker` does."""
+    if spec.device == "cpu":
+        return CpuDevice(spec.decode_delay, spec.transfer_delay, spec.seed + spec.rank)
+    if spec.device != "cuda":
+        raise ValueError(f"device={spec.device} is not one of cpu, cuda")
+    from conflux_ray.execution.cuda import CudaDevice
+
+    page = spec.block_size * (spec.world_size // spec.model.tensor_parallel)
+    return CudaDevice(
+        spec.local_rank,
+        flash_attention=spec.model.dtype not in ("float32", "float"),
+        prefill_page=page,
+        decode_delay=spec.decode_delay,
+        transfer_delay=spec.transfer_delay,
+        seed=spec.seed + spec.rank,
+    )
 
 
 def load_object(name: str) -> Any:

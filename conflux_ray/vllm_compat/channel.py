@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, memory_fence
 
 _CHUNK_BYTES = 1 << 20  # a larger message goes through the queue's socket
 _CHUNKS = 6
@@ -52,6 +52,12 @@ class Reader:
     def wait_until_ready(self) -> None:
         """Block until the writer has seen every reader."""
         self._queue.wait_until_ready()
+
+    def ready(self) -> bool:
+        """Whether a message is there, so that `receive` returns at once."""
+        memory_fence()
+        with self._queue.buffer.get_metadata(self._queue.current_idx) as flags:
+            return bool(flags[0]) and not flags[self._queue.local_reader_rank + 1]
 
     def receive(self, timeout: float) -> bytes:
         """The next message; raises TimeoutError after `timeout` seconds."""

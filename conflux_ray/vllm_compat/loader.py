@@ -9,6 +9,7 @@ import vllm.ir
 from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.distributed import (
     ensure_model_parallel_initialized,
+    get_world_group,
     init_distributed_environment,
     set_custom_all_reduce,
 )
@@ -56,15 +57,15 @@ def make_config(args: ModelArgs) -> VllmConfig:
     XPAttentionBackend.get_name()  # imported for its registration
     return EngineArgs(
         model=args.model,
-        dtype=args.dtype,  # type: ignore[arg-type]
+        dtype=args.dtype,
         max_model_len=args.max_model_len,
         load_format=args.load_format,
         tensor_parallel_size=args.tensor_parallel,
-        block_size=args.block_size,  # type: ignore[arg-type]
+        block_size=args.block_size,
         trust_remote_code=args.trust_remote_code,
         seed=args.seed,
         distributed_executor_backend="external_launcher",
-        attention_backend="CUSTOM",  # type: ignore[arg-type]
+        attention_backend="CUSTOM",
         enforce_eager=True,
         enable_prefix_caching=False,
         disable_log_stats=True,
@@ -126,6 +127,12 @@ class LoadedModel:
                 own = group
         assert own is not None
         return own
+
+    def smallest(self, value: int) -> int:
+        """The smallest `value` of all workers. All workers must call it."""
+        smallest = torch.tensor([value])
+        torch.distributed.all_reduce(smallest, torch.distributed.ReduceOp.MIN, group=get_world_group().cpu_group)
+        return int(smallest)
 
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend | None) -> torch.Tensor:

@@ -6,10 +6,12 @@ token advances nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -18,7 +20,7 @@ from vllm.v1.sample.sampler import Sampler
 from conflux_ray.wire import Feature, Logprobs, Sampling
 
 SUPPORTED_FEATURES = frozenset({Feature.SEED, Feature.LOGPROBS})
-"""What `SampleBatch` honours; a request that needs more is refused before it gets here."""
+"""What `TokenSampler` honours; a request that needs more is refused before it gets here."""
 
 _GREEDY_BELOW = 1e-5  # vLLM's own threshold
 
@@ -32,36 +34,71 @@ class SampleRow:
     position: int  # of the sampled token in prompt and output
 
 
-class TokenSampler:
-    """Samples one token per row of logits."""
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """The rows of one iteration and vLLM's description of them, on the device."""
 
-    def __init__(self, device: torch.device, vocab_size: int) -> None:
+    rows: Sequence[SampleRow]
+    metadata: SamplingMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Sampled tokens (rows,) int64 and, if any row asked, its alternatives' ids, log-probabilities and ranks."""
+
+    tokens: torch.Tensor
+    logprob_ids: torch.Tensor | None = None  # (rows, 1 + most alternatives)
+    logprobs: torch.Tensor | None = None
+    ranks: torch.Tensor | None = None  # (rows,)
+
+    def to_host(self, fetch: Callable[[torch.Tensor], torch.Tensor]) -> Sampled:
+        """The same through `fetch`."""
+        parts = (self.tokens, self.logprob_ids, self.logprobs, self.ranks)
+        return Sampled(*(None if part is None else fetch(part) for part in parts))
+
+    def logprobs_of(self, batch: SamplingBatch) -> list[Logprobs | None]:
+        """Log-probabilities of the rows that asked for them; the tensors are in the host's memory."""
+        found: list[Logprobs | None] = [None] * len(batch.rows)
+        if self.logprob_ids is None or self.logprobs is None or self.ranks is None:
+            return found
+        ids, values, ranks = self.logprob_ids.numpy(), self.logprobs.numpy(), self.ranks.numpy()
+        for i, row in enumerate(batch.rows):
+            if row.sampling.logprobs is not None:
+                width = row.sampling.logprobs + 1
+                found[i] = Logprobs.from_arrays(ids[i : i + 1, :width], values[i : i + 1, :width], ranks[i : i + 1])
+        return found
+
+
+class TokenSampler:
+    """Samples one token per row of logits.
+
+    Args:
+        device: of the logits.
+        vocab_size: of the model.
+        upload: copies an array to the device, in time for `sample`.
+    """
+
+    def __init__(
+        self, device: torch.device, vocab_size: int, upload: Callable[[npt.NDArray[Any]], torch.Tensor]
+    ) -> None:
         self.device = device
         self.vocab_size = vocab_size
+        self._upload = upload
         self._sampler = Sampler()
 
-    @torch.inference_mode()
-    def sample(
-        self, logits: torch.Tensor, rows: Sequence[SampleRow]
-    ) -> tuple[torch.Tensor, list[Logprobs | None]]:
-        """Sample from (rows, vocab) logits.
+    def prepare(self, rows: Sequence[SampleRow]) -> SamplingBatch:
+        """Describe the rows of an iteration, before its forward pass."""
+        return SamplingBatch(rows, self._metadata(rows))
 
-        Returns:
-            Token ids (rows,) int64 on the device, and the log-probabilities of the rows that asked for them.
-        """
-        metadata = self._metadata(rows)
-        out = self._sampler(logits, metadata)
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
+        """Sample from (rows, vocab) logits, which this overwrites; nothing waits for the device."""
+        out = self._sampler(logits, batch.metadata)
         tokens = out.sampled_token_ids.view(-1).long()
-        logprobs: list[Logprobs | None] = [None] * len(rows)
-        if out.logprobs_tensors is not None:
-            ids = out.logprobs_tensors.logprob_token_ids.cpu().numpy()
-            values = out.logprobs_tensors.logprobs.cpu().numpy()
-            ranks = out.logprobs_tensors.selected_token_ranks.cpu().numpy()
-            for i, row in enumerate(rows):
-                if row.sampling.logprobs is not None:
-                    width = row.sampling.logprobs + 1
-                    logprobs[i] = Logprobs.from_arrays(ids[i : i + 1, :width], values[i : i + 1, :width], ranks[i : i + 1])
-        return tokens, logprobs
+        if out.logprobs_tensors is None:
+            return Sampled(tokens)
+        tensors = out.logprobs_tensors
+        return Sampled(tokens, tensors.logprob_token_ids, tensors.logprobs, tensors.selected_token_ranks)
 
     def _metadata(self, rows: Sequence[SampleRow]) -> SamplingMetadata:
         greedy = [row.sampling.temperature < _GREEDY_BELOW for row in rows]
@@ -80,9 +117,7 @@ class TokenSampler:
             all_random=all_random,
             top_p=self._tensor(top_p) if not all_greedy and min(top_p) < 1 else None,
             top_k=(
-                torch.tensor(top_k, dtype=torch.int32, device=self.device)
-                if not all_greedy and min(top_k) < self.vocab_size
-                else None
+                self._upload(np.array(top_k, np.int32)) if not all_greedy and min(top_k) < self.vocab_size else None
             ),
             generators=generators,
             max_num_logprobs=max(wanted) if wanted else None,
@@ -98,7 +133,7 @@ class TokenSampler:
         )
 
     def _tensor(self, values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self.device)
+        return self._upload(np.array(values, np.float32))
 
 
 def position_seed(seed: int, position: int) -> int:

@@ -109,7 +109,9 @@ def running(folder: Path, port: int, environment: dict[str, str] | None = None, 
             # A test run in the background ignores the interrupt, and so would its children.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
-    server = Server(process, f"http://127.0.0.1:{port}", args["model"].get("served_model_name") or args["model"]["path"], log)
+    server = Server(
+        process, f"http://127.0.0.1:{port}", args["model"].get("served_model_name") or args["model"]["path"], log
+    )
     try:
         deadline = time.monotonic() + START_SECONDS
         while not ready(server.url):

@@ -10,7 +10,7 @@ reference's two best are nearer than `NEAR_TIE`.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,7 +55,7 @@ class RandomPolicy:
             if not kv.can_start(request):
                 continue
             if completes and request.needs_placement:
-                ranks = [r for r in range(n) if kv.free[r] >= request.prefill_blocks and fits_after_start(kv, request, r)]
+                ranks = [r for r in range(n) if fits_after_start(kv, request, r)]
                 if not ranks:
                     continue
                 rank = rng.choice(ranks)
@@ -106,6 +106,10 @@ class Outcome:
     near_ties: int
 
 
+Check = Callable[[Schedule, Request, list[bytes], Reference], tuple[float, int]]
+"""Compares a request's rows of logits and tokens; returns the largest error and the number of near-ties."""
+
+
 def run_schedule(
     schedule: Schedule,
     group: LocalWorkerGroup,
@@ -115,8 +119,9 @@ def run_schedule(
     num_blocks: int,
     block_size: int,
     max_model_len: int,
+    check: Check | None = None,
 ) -> Outcome:
-    """Run a schedule to its end and check it.
+    """Run a schedule to its end and check every request, by `check_request` unless another check is given.
 
     Raises:
         OracleMismatchError: with the seed of the schedule.
@@ -161,7 +166,7 @@ def run_schedule(
             check_prefix(request)
         else:
             assert len(request.output) == request.max_output(max_model_len)
-        error, ties = check_request(schedule, request, logits.get(request.request_id, []), reference)
+        error, ties = (check or check_request)(schedule, request, logits.get(request.request_id, []), reference)
         max_error, near_ties = max(max_error, error), near_ties + ties
     return Outcome(engine.counters, max_error, len(requests) - len(aborted), near_ties)
 
@@ -169,7 +174,8 @@ def run_schedule(
 def make_request(schedule: Schedule, rng: random.Random, index: int, vocab_size: int) -> Request:
     length = rng.choice([1, rng.randint(1, 20), rng.randint(1, schedule.max_prompt), schedule.max_prompt])
     prompt = [rng.randrange(vocab_size) for _ in range(length)]
-    sampling = Sampling(max_tokens=rng.choice([1, rng.randint(1, schedule.max_output)]), temperature=0.0, ignore_eos=True)
+    max_tokens = rng.choice([1, rng.randint(1, schedule.max_output)])
+    sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     return Request(f"s{schedule.seed}-r{index}", 0, prompt, sampling, Slo(1.0, 0.1), arrival=float(index))
 
 
@@ -177,9 +183,7 @@ def check_prefix(request: Request) -> None:
     assert len(request.output) <= request.sampling.max_tokens
 
 
-def check_request(
-    schedule: Schedule, request: Request, rows: list[bytes], reference: Reference
-) -> tuple[float, int]:
+def check_request(schedule: Schedule, request: Request, rows: list[bytes], reference: Reference) -> tuple[float, int]:
     """Compare a request's rows and tokens; returns the largest error and the number of near-ties."""
     if not request.output:
         return 0.0, 0

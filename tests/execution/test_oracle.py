@@ -90,9 +90,7 @@ def test_slow_transfers_and_slow_decode_streams_change_nothing() -> None:
     assert sum(o.counters.cross_rank_transitions for o in outcomes) > 0
 
 
-@pytest.mark.parametrize(
-    "fault", ["DroppedBlock", "SwappedHeads", "ShiftedPosition", "ReversedSegments", "StaleBlock"]
-)
+@pytest.mark.parametrize("fault", ["DroppedBlock", "SwappedHeads", "ShiftedPosition", "ReversedSegments", "StaleBlock"])
 def test_the_oracle_fails_on_a_planted_bug(fault: str) -> None:
     model = "tiny-llama"
     group = LocalWorkerGroup(spec(model, 2, 1, runner=f"tests.execution.faults:{fault}"))
