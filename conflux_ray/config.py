@@ -290,12 +290,13 @@ def _refuse_features(config: ConfluxConfig, hf: dict[str, Any]) -> None:
     names = [name for name, present in found.items() if present]
     if names:
         raise ConfigError(
-            f"model.path={config.model.path!r}: the model needs {', '.join(names)}, which conflux-ray does not support; "
-            "use a dense decoder-only model with full attention (Llama, Qwen2, Qwen3, ...)"
+            f"model.path={config.model.path!r}: the model needs {', '.join(names)}, which conflux-ray does not support;"
+            " use a dense decoder-only model with full attention (Llama, Qwen2, Qwen3, ...)"
         )
     if "num_attention_heads" not in hf:
         raise ConfigError(
-            f"model.path={config.model.path!r}: its config.json has no num_attention_heads; use a decoder-only transformer"
+            f"model.path={config.model.path!r}: its config.json has no num_attention_heads; use a decoder-only"
+            " transformer"
         )
 
 

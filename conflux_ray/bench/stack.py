@@ -81,13 +81,13 @@ class Reply:
         """Seconds."""
         return self.arrivals[0][0] - self.sent
 
-    def gaps(self, until: float) -> list[float]:
-        """Seconds between each token and the one before it, for tokens that came by `until`.
+    def gaps(self, begin: float, end: float) -> list[float]:
+        """Seconds between each token that came from `begin` to `end` and the one before it.
 
         Tokens that come together are 0 apart: that is what their reader sees.
         """
-        times = [when for when, count in self.arrivals if when <= until for _ in range(count)]
-        return [later - earlier for earlier, later in itertools.pairwise(times)]
+        times = [when for when, count in self.arrivals for _ in range(count)]
+        return [later - earlier for earlier, later in itertools.pairwise(times) if begin <= later <= end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +121,8 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 def summarize(replies: Sequence[Reply], begin: float, end: float) -> Summary:
     """Percentiles of the requests sent, and of the tokens received, between `begin` and `end`."""
-    measured = [reply for reply in replies if begin <= reply.sent <= end]
-    ttfts = [reply.ttft * 1e3 for reply in measured]
-    gaps = [gap * 1e3 for reply in measured for gap in reply.gaps(end)]
+    ttfts = [reply.ttft * 1e3 for reply in replies if begin <= reply.sent <= end]
+    gaps = [gap * 1e3 for reply in replies for gap in reply.gaps(begin, end)]
     counts = [count for reply in replies for when, count in reply.arrivals if begin <= when <= end]
     return Summary(
         percentile(ttfts, 50),
@@ -463,8 +462,12 @@ def _find_instance(address: str) -> InstanceInfo:
 
     from conflux_ray.cluster.registry import registry_handle
 
-    ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="ERROR")
+    # A local cluster wants a token by default, and Ray presents it by itself only where it finds the cluster itself.
+    ray.init(address="auto", namespace="serve", log_to_driver=False, logging_level="ERROR")
     try:
+        found = ray.get_runtime_context().gcs_address
+        if found != address:
+            raise RuntimeError(f"found the Ray cluster at {found}, not the server's at {address}: stop the other one")
         _, instances = ray.get(registry_handle(MODEL).watch.remote(-1, 5.0), timeout=30)
     finally:
         ray.shutdown()

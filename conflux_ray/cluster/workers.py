@@ -90,6 +90,7 @@ class RayWorkerGroup:
             progress("weights loaded, workers connected to each other")
             self._ends = [a.wait.remote() for a in self._actors]
             self._channel.open(handles)
+            self._forget_rendezvous()  # all have met: whatever ends this process later, no file is left behind
         except BaseException:
             self.kill()
             raise
@@ -122,11 +123,14 @@ class RayWorkerGroup:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._forget_rendezvous()
 
     def check(self) -> None:
         """Raise WorkerLostError if a worker is gone."""
         self._check_alive()
+
+    def _forget_rendezvous(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self, spec: WorkerSpec, group: PlacementGroup | None) -> Any:
         cpu = spec.device == "cpu"

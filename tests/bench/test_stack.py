@@ -62,22 +62,22 @@ def test_tokens_that_come_together_are_zero_apart() -> None:
     reply = Reply(0.0, [(1.0, 1), (1.5, 2), (2.0, 1), (9.0, 1)])
     assert reply.ttft == 1.0
     assert reply.num_tokens == 5
-    assert reply.gaps(until=3.0) == [0.5, 0.0, 0.5]
+    assert reply.gaps(begin=1.2, end=3.0) == [0.5, 0.0, 0.5]
 
 
 def test_only_the_window_is_summarized() -> None:
-    early = Reply(0.0, [(0.5, 1), (1.5, 1)])
+    early = Reply(0.0, [(0.25, 1), (0.75, 1), (1.5, 1)])
     inside = Reply(1.0, [(1.25, 1), (1.75, 1), (5.0, 1)])
     summary = summarize([early, inside], begin=1.0, end=3.0)
     assert summary == Summary(
         ttft_p50=250,
         ttft_p95=250,
-        gap_p50=500,
-        gap_p95=500,
+        gap_p50=625,
+        gap_p95=737.5,
         tokens_per_s=1.5,
         tokens_per_arrival=1,
         requests=1,
-        gaps=1,
+        gaps=2,
     )
 
 
