@@ -3,6 +3,11 @@
 import os
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes on a busy machine says nothing about the code.
+settings.register_profile("conflux", deadline=None)
+settings.load_profile("conflux")
 
 os.environ.setdefault("CONFLUX_VLLM_PLATFORM", "cpu")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

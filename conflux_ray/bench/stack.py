@@ -618,11 +618,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"starting the server: {WAYS[way]}", file=sys.stderr, flush=True)
         with running_server(way, port) as address:
             cells += asyncio.run(_measure_server(way, port, _find_instance(address), args))
+        if args.out is not None:  # after each server: a later one may fail
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(_report(cells, args, started, load_before), indent=1) + "\n")
     print(f"\n{MODEL}, {args.tokens} tokens a request, ms: median [min, max] of {args.repeats} repeats\n")
     print(format_table(cells))
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(_report(cells, args, started, load_before), indent=1) + "\n")
     if args.png is not None:
         _plot(cells, args.png)
     return 0

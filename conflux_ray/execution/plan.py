@@ -102,6 +102,7 @@ class IterationPlan(msgspec.Struct, frozen=True, array_like=True):
     overlap: bool = True  # decode attention beside prefill attention
     decode_sms: int | None = None
     wait_transfers: bool = False  # answer only when all transfers so far are done
+    part: str = ""  # time this part alone (`profiling.runner`); other runners ignore it
 
 
 class WorkerResult(msgspec.Struct, array_like=True, gc=False, tag="result"):

@@ -16,6 +16,9 @@ def even_split(length: int, num_ranks: int) -> list[int]:
 class PlainPolicy:
     """FCFS within a fixed budget of prefill tokens an iteration.
 
+    A request that finds no memory closes the door for those that would start behind it, not for those that already
+    hold blocks: they may hold the very memory that it waits for.
+
     Args:
         budget: prefill tokens an iteration may hold, over all ranks.
         max_decodes: most resident decodes of one rank.
@@ -31,10 +34,14 @@ class PlainPolicy:
         left = self.budget
         chunks: list[PrefillChunk] = []
         placements: dict[str, int] = {}
+        closed = False
         for request in sorted(pending, key=lambda p: (p.priority, p.arrival, p.request_id)):
             length = min(request.remaining, left)
-            if length == 0 or not kv.can_start(request):
+            if length == 0:
                 break
+            if request.prefill_blocks and (closed or not kv.can_start(request)):
+                closed = True
+                continue
             completes = length == request.remaining
             shard = even_split(length, n)
             if completes and request.needs_placement:
@@ -44,7 +51,8 @@ class PlainPolicy:
                     if kv.fits(request, r, request.prefill_blocks) and resident[r] < self.max_decodes
                 ]
                 if not ranks:
-                    break
+                    closed = True
+                    continue
                 rank = min(ranks, key=lambda r: (context[r], r))
                 placements[request.request_id] = rank
                 context[rank] += request.total_tokens

@@ -57,6 +57,7 @@ class Profile:
         in_sample: errors on the rows that were fitted, per component and for whole iterations.
         held_out: errors on rows that were not: cross-validated for components, set aside for whole iterations.
         gemm_forms: cross-validated errors of each form of f_GEMM; `latency.gemm.form` is the chosen one.
+        conditions: how it was measured: ranges, dtype, repeats, and the noise seen; for readers, and to evaluate alike.
     """
 
     latency: LatencyModel
@@ -70,6 +71,7 @@ class Profile:
     in_sample: Mapping[str, FitError] = field(default_factory=dict)
     held_out: Mapping[str, FitError] = field(default_factory=dict)
     gemm_forms: Mapping[str, FitError] = field(default_factory=dict)
+    conditions: Mapping[str, Any] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Write the file, readable and with sorted keys, so that two profiles can be compared line by line."""
@@ -121,6 +123,7 @@ class Profile:
             in_sample=reader.errors(document, "in_sample"),
             held_out=reader.errors(document, "held_out"),
             gemm_forms=reader.errors(document, "gemm_forms"),
+            conditions=reader.get({"conditions": {}, **document}, "conditions", dict),
         )
 
 

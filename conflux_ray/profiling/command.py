@@ -1,0 +1,300 @@
+"""`conflux profile`: measure a model on this machine into a profile, or evaluate a profile (section 6.2)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from conflux_ray import __version__
+from conflux_ray.config import ConfigError, read_model_config, resolve_model
+from conflux_ray.kv import KVGeometry
+from conflux_ray.planning.fitting import FitRefusedError, IterationRow, evaluate, fit_profile
+from conflux_ray.planning.profile import Profile, ProfileError
+from conflux_ray.profiling.batches import Case, Ranges, component_cases, iteration_cases
+from conflux_ray.profiling.registry import find_profile, profile_name
+from conflux_ray.profiling.samples import SampleFile, SampleFileError
+
+HELD_OUT = 0.2
+"""Share of a profile's whole iterations that is set aside, for the errors the profile states."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a measurement depends on; kept in the profile, so that it can be evaluated alike.
+
+    Args:
+        model: name or path.
+        device: "cpu" or "cuda".
+        sp_degree: N.
+        tensor_parallel: base TP.
+        dtype: of weights and KV.
+        block_size: tokens of a KV block.
+        threads: of each worker, on the CPU.
+        max_tokens: prefill tokens of an iteration.
+        max_batch: decodes of a rank.
+        max_context: tokens.
+        density: multiplies the points of each component's grid in each direction.
+        iterations: whole iterations.
+        seed: of batches and order.
+    """
+
+    model: str
+    device: str = "cpu"
+    sp_degree: int = 1
+    tensor_parallel: int = 1
+    dtype: str = "auto"
+    block_size: int = 16
+    threads: int = 1
+    max_tokens: int = 10240
+    max_batch: int = 128
+    max_context: int = 16384
+    density: int = 1
+    iterations: int = 120
+    seed: int = 0
+
+    @property
+    def ranges(self) -> Ranges:
+        """The largest batch; raises ValueError as it does."""
+        return Ranges(self.sp_degree, self.max_tokens, self.max_batch, self.max_context)
+
+    def profile_cases(self) -> list[Case]:
+        """Everything a profile is fitted to."""
+        whole = iteration_cases(self.ranges, self.iterations, self.seed, HELD_OUT)
+        return component_cases(self.ranges, self.density) + whole
+
+    def evaluation_cases(self, batches: int) -> list[Case]:
+        """Other random batches than the profile's."""
+        return iteration_cases(self.ranges, batches, self.seed + 1, name="evaluation")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, or evaluate.
+
+    Args:
+        argv: command line after `conflux profile`.
+
+    Returns:
+        Exit status: 0, 1 after an error, 130 after an interrupt.
+    """
+    options = _parse(argv)
+    try:
+        return _evaluate(options) if options.evaluate else _profile(options)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    except (ConfigError, FitRefusedError, ProfileError, SampleFileError, ValueError) as error:
+        print(f"conflux profile: {error}", file=sys.stderr)
+        return 1
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    default = Settings("")
+    parser = argparse.ArgumentParser(
+        prog="conflux profile",
+        description="Measure a model on this machine and fit its latency profile. A run that was interrupted goes on "
+        "when it is called again.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--evaluate", metavar="PROFILE", help="a profile's file or name: measure random batches, print its errors")
+    add("--batches", type=int, default=200, help="of --evaluate")
+    add("--model", help="a model that conflux-ray builds, a folder or a hub id (--evaluate: the profile's)")
+    add("--out", type=Path, help="file to write (default: MODEL.DEVICE.spN.json; --evaluate: printed only)")
+    add("--device", choices=("cpu", "cuda"), default=default.device)
+    add("--sp-degree", type=int, default=default.sp_degree, help="N, logical ranks")
+    add("--tensor-parallel", type=int, default=default.tensor_parallel, help="devices of a logical rank")
+    add("--dtype", default=default.dtype)
+    add("--block-size", type=int, default=default.block_size, help="tokens")
+    add("--threads", type=int, default=default.threads, help="of each worker, on the CPU")
+    add("--max-tokens", type=int, default=default.max_tokens, help="most prefill tokens of an iteration")
+    add("--max-batch", type=int, default=default.max_batch, help="most decodes of a rank")
+    add("--max-context", type=int, default=default.max_context, help="tokens")
+    add("--density", type=int, default=default.density, help="multiplies the points of the grids, in each direction")
+    add("--iterations", type=int, default=default.iterations, help="whole iterations to measure")
+    add("--repeats", type=int, default=5, help="samples of each measurement; their median counts")
+    add("--minutes", type=float, default=float("inf"), help="measure no longer, but everything once")
+    add("--seed", type=int, default=default.seed)
+    add("--machine", help="the device in words (default: found out)")
+    options = parser.parse_args(argv)
+    if not options.evaluate and not options.model:
+        parser.error("--model is needed, or --evaluate")
+    for name in ("batches", "iterations", "repeats", "density", "threads", "block_size", "sp_degree"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    return options
+
+
+def _profile(options: argparse.Namespace) -> int:
+    settings = Settings(**{name: getattr(options, name) for name in Settings.__dataclass_fields__})
+    name = profile_name(settings.model, settings.device, settings.sp_degree, settings.tensor_parallel)
+    out = options.out or Path(f"{name}.json")
+    machine = options.machine or _machine(settings.device)
+    versions = _versions()
+    cases = settings.profile_cases()
+    samples = SampleFile(_beside(out), {**_conditions(settings), "machine": machine, "versions": versions})
+    num_layers = _measure(settings, cases, samples, options)
+    profile = fit_profile(
+        _rows(cases, samples, num_layers),
+        model=Path(settings.model).name,
+        machine=machine,
+        num_layers=num_layers,
+        num_ranks=settings.sp_degree,
+        base_tp=settings.tensor_parallel,
+        versions=versions,
+        date=datetime.now(UTC).date().isoformat(),
+    )
+    conditions = {**_conditions(settings), "repeats": options.repeats, "noise_percent": round(samples.noise(), 2)}
+    replace(profile, conditions=conditions).save(out)
+    for kind, errors in (("in-sample", profile.in_sample), ("held out", profile.held_out)):
+        for component, error in errors.items():
+            print(f"{kind:9} {component:9} MAPE {error.mape:5.1f} %  P95 {error.p95:5.1f} %  ({error.count})")
+    print(out)
+    return 0
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    profile = find_profile(options.evaluate)
+    known = {name: value for name, value in profile.conditions.items() if name in Settings.__dataclass_fields__}
+    if "max_tokens" not in known:
+        raise ProfileError(f"{options.evaluate}: says nothing of how it was measured; profile again")
+    settings = Settings(**{**known, "model": options.model or known["model"]})
+    cases = settings.evaluation_cases(options.batches)
+    out = options.out or Path(f"{Path(options.evaluate).stem}.evaluation.json")
+    samples = SampleFile(_beside(out), {**_conditions(settings), "machine": _machine(settings.device)})
+    num_layers = _measure(settings, cases, samples, options)
+    rows = [row for row in _rows(cases, samples, num_layers) if isinstance(row, IterationRow)]
+    kinds = sorted({case.batch.kind for case in cases})
+    report = {
+        "profile": profile.latency.name,
+        "date": datetime.now(UTC).date().isoformat(),
+        "repeats": options.repeats,
+        "noise_percent": round(samples.noise(), 2),
+        "all": asdict(evaluate(profile.latency, rows)),
+        **{
+            kind: asdict(
+                evaluate(
+                    profile.latency, [row for row, case in zip(rows, cases, strict=True) if case.batch.kind == kind]
+                )
+            )
+            for kind in kinds
+        },
+    }
+    text = json.dumps(report, indent=2)
+    print(text)
+    if options.out:
+        out.write_text(text + "\n")
+    return 0
+
+
+def _measure(settings: Settings, cases: Sequence[Case], samples: SampleFile, options: argparse.Namespace) -> int:
+    """Measure what is left; returns the number of layers."""
+    folder = resolve_model(settings.model)
+    config = read_model_config(folder)
+    positions = config.get("max_position_embeddings")
+    needed = settings.ranges.max_length + 1
+    if positions is not None and needed > positions:
+        raise ValueError(
+            f"max_tokens={settings.max_tokens} after max_context={settings.max_context} needs {needed} positions, "
+            f"{settings.model} has {positions}; lower them"
+        )
+    if all((case.name, number) in samples for case in cases for number in range(options.repeats)):
+        return int(config["num_hidden_layers"])
+    # Imported here: they import torch and vLLM, which takes seconds and wants its environment first.
+    from conflux_ray.profiling.measure import WorkerMeasure, run_rounds, warm_up
+    from conflux_ray.profiling.plans import TableLayout
+
+    with _workers(settings, folder) as group:
+        measure = WorkerMeasure(group, TableLayout(group.num_blocks, settings.block_size, settings.sp_degree))
+        warm_up(cases, measure)
+        run_rounds(cases, measure, samples, options.repeats, settings.seed, 60 * options.minutes)
+        return group.shape.num_layers
+
+
+@contextmanager
+def _workers(settings: Settings, folder: str) -> Iterator[Any]:
+    """Workers with a pool that holds the longest sequence twice; on a GPU, with all its memory."""
+    if settings.device == "cpu":
+        from conflux_ray.vllm_compat.plugin import use_cpu_platform
+
+        use_cpu_platform()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from conflux_ray.execution.group import LocalWorkerGroup
+    from conflux_ray.execution.worker import WorkerSpec
+    from conflux_ray.profiling.runner import RUNNER
+    from conflux_ray.vllm_compat.loader import ModelArgs
+
+    length = settings.ranges.max_length + 1
+    blocks = 2 * KVGeometry(settings.block_size, settings.sp_degree, 2).min_blocks(length)
+    spec = WorkerSpec(
+        ModelArgs(
+            folder,
+            settings.dtype,
+            length,
+            tensor_parallel=settings.tensor_parallel,
+            block_size=settings.block_size,
+        ),
+        rank=0,
+        world_size=settings.sp_degree * settings.tensor_parallel,
+        num_blocks=blocks if settings.device == "cpu" else 0,
+        block_size=settings.block_size,
+        init_method="",
+        device=settings.device,
+        threads=settings.threads,
+        runner=RUNNER,
+        max_prefill_tokens=settings.max_tokens,
+        max_num_seqs=settings.max_batch,
+    )
+    group = LocalWorkerGroup(spec)
+    try:
+        yield group
+    except BaseException:
+        group.kill()
+        raise
+    group.close()
+
+
+def _rows(cases: Sequence[Case], samples: SampleFile, num_layers: int) -> list[Any]:
+    from conflux_ray.profiling.measure import to_rows
+
+    return to_rows(cases, samples, num_layers)
+
+
+def _conditions(settings: Settings) -> dict[str, Any]:
+    """The settings without the machine's paths."""
+    return {**asdict(settings), "model": Path(settings.model).name}
+
+
+def _beside(out: Path) -> Path:
+    """Where the samples behind the file `out` are."""
+    return out.with_name(f"{out.stem}.samples.jsonl")
+
+
+def _versions() -> dict[str, str]:
+    return {"conflux-ray": __version__, **{name: version(name) for name in ("torch", "vllm")}}
+
+
+def _machine(device: str) -> str:
+    """The device in words."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name()
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return f"{names[0] if names else 'CPU'}, {os.cpu_count()} cores"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Runs cases on workers, in rounds of random order, and turns what was measured into rows for fitting.
+
+A case is measured once a round, so its samples lie minutes apart: a burst of foreign load, or a clock that falls as
+the device warms up, touches a sample of many cases rather than all samples of one, and medians leave it out.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tqdm import tqdm
+
+from conflux_ray.execution.loop import Workers
+from conflux_ray.planning.fitting import ComponentRow, IterationRow, Row
+from conflux_ray.profiling.batches import Case
+from conflux_ray.profiling.plans import TableLayout, make_plans
+from conflux_ray.profiling.samples import SampleFile
+
+TIMEOUT = 600.0
+"""Most seconds one iteration may take before the workers count as lost."""
+
+
+class Measure(Protocol):
+    """Runs a case once; returns seconds."""
+
+    def __call__(self, case: Case) -> float: ...
+
+
+class WorkerMeasure:
+    """Measures on workers that run `profiling.runner.ProfilingRunner`.
+
+    Args:
+        workers: of one instance.
+        layout: of their KV pools.
+    """
+
+    def __init__(self, workers: Workers, layout: TableLayout) -> None:
+        self._workers = workers
+        self._layout = layout
+
+    def __call__(self, case: Case) -> float:
+        """Seconds that the slowest worker takes."""
+        plans = make_plans(case, self._layout)
+        self._run(plans.setup)
+        return self._run(plans.numbered(1))
+
+    def _run(self, plan) -> float:
+        self._workers.broadcast(plan)
+        return max(result.elapsed for result in self._workers.collect(TIMEOUT))
+
+
+def warm_up(cases: Sequence[Case], measure: Measure) -> None:
+    """Run one middling case of each kind, unmeasured: first uses load and compile things."""
+    kinds: dict[tuple[str, str], list[Case]] = {}
+    for case in cases:
+        kinds.setdefault((case.part, case.batch.kind), []).append(case)
+    for alike in kinds.values():
+        measure(alike[len(alike) // 2])
+
+
+def run_rounds(
+    cases: Sequence[Case],
+    measure: Measure,
+    samples: SampleFile,
+    rounds: int,
+    seed: int,
+    seconds: float = float("inf"),
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Measure what `samples` lacks. An exception of `measure`, KeyboardInterrupt too, loses nothing measured before.
+
+    Args:
+        cases: what to measure.
+        measure: runs one.
+        samples: where to.
+        rounds: samples of each case.
+        seed: of the order.
+        seconds: time for all of it; the first round is completed even so.
+        clock: monotonic seconds.
+    """
+    started = clock()
+    order = [(number, case) for number in range(rounds) for case in _shuffled(cases, f"{seed}/{number}")]
+    left = [(number, case) for number, case in order if (case.name, number) not in samples]
+    with tqdm(total=len(order), initial=len(order) - len(left), desc="measuring", unit="sample") as bar:
+        for number, case in left:
+            if number and clock() - started >= seconds:
+                return
+            bar.set_postfix_str(case.name, refresh=False)
+            samples.add(case.name, number, measure(case))
+            bar.update()
+
+
+def _shuffled(cases: Sequence[Case], seed: str) -> list[Case]:
+    return random.Random(seed).sample(cases, len(cases))
+
+
+def to_rows(cases: Sequence[Case], samples: SampleFile, num_layers: int) -> list[Row]:
+    """The rows of measured cases; raises KeyError if one is not."""
+    rows: list[Row] = []
+    for case in cases:
+        seconds = samples.median(case.name)
+        if case.part:
+            per = 1 if case.part == "host" else num_layers
+            rows.append(ComponentRow(case.part, case.workload, seconds / per))
+        else:
+            rows.append(IterationRow(case.batch.load, seconds, case.batch.overlap, held_out=case.held_out))
+    return rows
