@@ -583,7 +583,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="ways into Ray Serve")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64], help="concurrent streams")
     parser.add_argument("--tokens", type=int, default=64, help="mean tokens of a request")
-    parser.add_argument("--seconds", type=float, default=4.0, help="measured time of each load")
+    parser.add_argument("--seconds", type=float, default=2.0, help="measured time of each load")
     parser.add_argument("--repeats", type=int, default=3, help="of the pair direct, HTTP")
     parser.add_argument("--port", type=int, default=18200, help="first HTTP port; each way takes the next one")
     parser.add_argument("--seed", type=int, default=0)
@@ -610,21 +610,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     started, load_before = time.strftime("%Y-%m-%d %H:%M"), os.getloadavg()[0]
     cells: list[Cell] = []
-    for index, way in enumerate(args.ways):
-        if way == "haproxy" and haproxy_binary() is None:
-            print("no HAProxy on this machine: left out", file=sys.stderr)
-            continue
-        port = args.port + index
-        print(f"starting the server: {WAYS[way]}", file=sys.stderr, flush=True)
-        with running_server(way, port) as address:
-            cells += asyncio.run(_measure_server(way, port, _find_instance(address), args))
-        if args.out is not None:  # after each server: a later one may fail
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(_report(cells, args, started, load_before), indent=1) + "\n")
-    print(f"\n{MODEL}, {args.tokens} tokens a request, ms: median [min, max] of {args.repeats} repeats\n")
-    print(format_table(cells))
-    if args.png is not None:
-        _plot(cells, args.png)
+    try:
+        for index, way in enumerate(args.ways):
+            if way == "haproxy" and haproxy_binary() is None:
+                print("no HAProxy on this machine: left out", file=sys.stderr)
+                continue
+            port = args.port + index
+            print(f"starting the server: {WAYS[way]}", file=sys.stderr, flush=True)
+            with running_server(way, port) as address:
+                cells += asyncio.run(_measure_server(way, port, _find_instance(address), args))
+            if args.out is not None:  # after each server: a later one may fail
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(json.dumps(_report(cells, args, started, load_before), indent=1) + "\n")
+    finally:  # what was measured counts, even if a later server fails
+        if cells:
+            print(f"\n{MODEL}, {args.tokens} tokens a request, ms: median [min, max] of {args.repeats} repeats\n")
+            print(format_table(cells))
+            if args.png is not None:
+                _plot(cells, args.png)
     return 0
 
 

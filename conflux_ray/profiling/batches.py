@@ -182,8 +182,10 @@ def component_cases(ranges: Ranges, density: int = 1) -> list[Case]:
             cases.append(Case(f"decode-{batch}x{context}-even", Batch((contexts,) * n), "decode"))
             if n > 1 and context == ranges.max_context:
                 cases.append(Case(f"decode-{batch}x{context}-busy", Batch((contexts, *idle[1:])), "decode"))
-    for batch in geometric(1, ranges.max_batch, 6 * density):
-        cases.append(Case(f"host-{batch}", Batch(((ranges.min_context,) * batch,) * n), "host"))
+    cases += [
+        Case(f"host-{batch}", Batch(((ranges.min_context,) * batch,) * n), "host")
+        for batch in geometric(1, ranges.max_batch, 6 * density)
+    ]
     contexts = (0, *geometric(ranges.min_context, ranges.max_context, 3 * density))
     for length in geometric(ranges.min_tokens, ranges.max_tokens, 5 * density):
         for context in contexts:

@@ -10,18 +10,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from conflux_ray import __version__
 from conflux_ray.config import ConfigError, read_model_config, resolve_model
 from conflux_ray.kv import KVGeometry
-from conflux_ray.planning.fitting import FitRefusedError, IterationRow, evaluate, fit_profile
-from conflux_ray.planning.profile import Profile, ProfileError
+from conflux_ray.planning.fitting import IterationRow, evaluate, fit_profile
+from conflux_ray.planning.profile import ProfileError
 from conflux_ray.profiling.batches import Case, Ranges, component_cases, iteration_cases
+from conflux_ray.profiling.machine import describe_machine, load_average, software_versions
 from conflux_ray.profiling.registry import find_profile, profile_name
-from conflux_ray.profiling.samples import SampleFile, SampleFileError
+from conflux_ray.profiling.samples import SampleFile
 
 HELD_OUT = 0.2
 """Share of a profile's whole iterations that is set aside, for the errors the profile states."""
@@ -66,6 +65,10 @@ class Settings:
         """The largest batch; raises ValueError as it does."""
         return Ranges(self.sp_degree, self.max_tokens, self.max_batch, self.max_context)
 
+    def machine(self) -> str:
+        """Where this runs, in words."""
+        return describe_machine(self.device, self.sp_degree * self.tensor_parallel)
+
     def profile_cases(self) -> list[Case]:
         """Everything a profile is fitted to."""
         whole = iteration_cases(self.ranges, self.iterations, self.seed, HELD_OUT)
@@ -91,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on from here", file=sys.stderr)
         return 130
-    except (ConfigError, FitRefusedError, ProfileError, SampleFileError, ValueError) as error:
+    except (ConfigError, RuntimeError, ValueError) as error:
         print(f"conflux profile: {error}", file=sys.stderr)
         return 1
 
@@ -137,8 +140,8 @@ def _profile(options: argparse.Namespace) -> int:
     settings = Settings(**{name: getattr(options, name) for name in Settings.__dataclass_fields__})
     name = profile_name(settings.model, settings.device, settings.sp_degree, settings.tensor_parallel)
     out = options.out or Path(f"{name}.json")
-    machine = options.machine or _machine(settings.device)
-    versions = _versions()
+    machine = options.machine or settings.machine()
+    versions = software_versions()
     cases = settings.profile_cases()
     samples = SampleFile(_beside(out), {**_conditions(settings), "machine": machine, "versions": versions})
     num_layers = _measure(settings, cases, samples, options)
@@ -152,7 +155,7 @@ def _profile(options: argparse.Namespace) -> int:
         versions=versions,
         date=datetime.now(UTC).date().isoformat(),
     )
-    conditions = {**_conditions(settings), "repeats": options.repeats, "noise_percent": round(samples.noise(), 2)}
+    conditions = {**_conditions(settings), "repeats": options.repeats, **_quality(samples)}
     replace(profile, conditions=conditions).save(out)
     for kind, errors in (("in-sample", profile.in_sample), ("held out", profile.held_out)):
         for component, error in errors.items():
@@ -169,7 +172,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     settings = Settings(**{**known, "model": options.model or known["model"]})
     cases = settings.evaluation_cases(options.batches)
     out = options.out or Path(f"{Path(options.evaluate).stem}.evaluation.json")
-    samples = SampleFile(_beside(out), {**_conditions(settings), "machine": _machine(settings.device)})
+    samples = SampleFile(_beside(out), {**_conditions(settings), "machine": options.machine or settings.machine()})
     num_layers = _measure(settings, cases, samples, options)
     rows = [row for row in _rows(cases, samples, num_layers) if isinstance(row, IterationRow)]
     kinds = sorted({case.batch.kind for case in cases})
@@ -177,7 +180,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         "profile": profile.latency.name,
         "date": datetime.now(UTC).date().isoformat(),
         "repeats": options.repeats,
-        "noise_percent": round(samples.noise(), 2),
+        **_quality(samples),
         "all": asdict(evaluate(profile.latency, rows)),
         **{
             kind: asdict(
@@ -268,6 +271,11 @@ def _rows(cases: Sequence[Case], samples: SampleFile, num_layers: int) -> list[A
     return to_rows(cases, samples, num_layers)
 
 
+def _quality(samples: SampleFile) -> dict[str, float]:
+    """What a reader needs to judge the measurements."""
+    return {"noise_percent": round(samples.noise(), 2), "load_average": load_average()}
+
+
 def _conditions(settings: Settings) -> dict[str, Any]:
     """The settings without the machine's paths."""
     return {**asdict(settings), "model": Path(settings.model).name}
@@ -276,24 +284,6 @@ def _conditions(settings: Settings) -> dict[str, Any]:
 def _beside(out: Path) -> Path:
     """Where the samples behind the file `out` are."""
     return out.with_name(f"{out.stem}.samples.jsonl")
-
-
-def _versions() -> dict[str, str]:
-    return {"conflux-ray": __version__, **{name: version(name) for name in ("torch", "vllm")}}
-
-
-def _machine(device: str) -> str:
-    """The device in words."""
-    if device == "cuda":
-        import torch
-
-        return torch.cuda.get_device_name()
-    names = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return f"{names[0] if names else 'CPU'}, {os.cpu_count()} cores"
 
 
 if __name__ == "__main__":

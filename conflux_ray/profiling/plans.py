@@ -13,11 +13,10 @@ from conflux_ray.execution.plan import (
     IterationPlan,
     NewPrefill,
     NewResident,
-    Shard,
     Transfer,
     order_shards,
 )
-from conflux_ray.profiling.batches import Batch, Case
+from conflux_ray.profiling.batches import Case
 from conflux_ray.wire import Sampling
 
 GREEDY = Sampling(max_tokens=1 << 20, temperature=0.0, ignore_eos=True)
@@ -83,7 +82,9 @@ def make_plans(case: Case, layout: TableLayout) -> CasePlans:
             residents.append(_resident(alloc_id, rank, layout.decode(context + 1)))
             steps.append(Decode(alloc_id, max(context - 1, 0)))
         decodes.append(tuple(steps))
-    prefills, chunks, transfers = [], [], []
+    prefills: list[NewPrefill] = []
+    chunks: list[Chunk] = []
+    transfers: list[Transfer] = []
     for chunk in batch.chunks:
         alloc_id, end = next(ids), chunk.context + chunk.length
         prefills.append(NewPrefill(alloc_id, (layout.prefill(end),) * n))

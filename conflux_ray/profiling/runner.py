@@ -28,8 +28,6 @@ from conflux_ray.execution.runner import ModelRunner, RunningIteration
 RUNNER = f"{__name__}:ProfilingRunner"
 """For `WorkerSpec.runner`."""
 
-Attention = TypeVar("Attention", bound=XPAttention)
-
 Variant = TypeVar("Variant", bound=XPAttention)
 
 
@@ -161,6 +159,20 @@ class ProfilingRunner(ModelRunner):
             for layer in range(self.model.shape.num_layers):
                 self.transitions.after_layer(handoff, layer)
             self.device.main.wait(handoff.arrived[-1])
+
+        return work
+
+    def _outside(self, plan: IterationPlan) -> Callable[[], None]:
+        size = self.model.config.model_config.get_hidden_size()
+        tokens = self.build_batch(plan).num_tokens
+        hidden = torch.randn((tokens, size), dtype=self.model.shape.dtype, device=self.device.torch_device)
+
+        def work() -> None:
+            batch = self.build_batch(plan)
+            sampling = self._prepare_sampling(batch) if batch.sample_ids else None
+            self.attention.plan(self.build_step(batch, plan.overlap))
+            if sampling is not None:
+                self._sample(batch, hidden, sampling)
 
         return work
 

@@ -40,8 +40,9 @@ def workers_of(server: Server) -> list[psutil.Process]:
     return found
 
 
-def rendezvous_files() -> set[str]:
-    return {str(path) for path in Path(tempfile.gettempdir()).glob("conflux-*/rendezvous")}
+def leftovers() -> set[str]:
+    """What a server could leave on this machine. Other programs' segments come and go, so callers wait a little."""
+    return shared_memory() | {str(path) for path in Path(tempfile.gettempdir()).glob("conflux-*/rendezvous")}
 
 
 class Stream(threading.Thread):
@@ -116,18 +117,17 @@ def test_a_killed_worker_costs_a_pause_and_no_token(tmp_path: Path, reference) -
         assert stream.tokens == reference.greedy([7, 8, 9, 10], 900)
         wait_for(lambda: ready(server.url), 60)
         server.wait_idle()
-        assert shared_memory() <= before
         assert stop(server) == []
-    assert shared_memory() <= before
+    wait_for(lambda: shared_memory() <= before, 20, lambda: f"left behind: {shared_memory() - before}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_server_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
-    before = shared_memory() | rendezvous_files()
+    before = leftovers()
     with tiny_server(tmp_path, 18101) as server:
         stream = start_stream(server, max_tokens=900)
         assert stop(server, number) == []
         stream.join(60)
         assert not stream.is_alive()
         assert stream.done or stream.error is not None, "the stream ended in silence"
-    assert shared_memory() | rendezvous_files() <= before
+    wait_for(lambda: leftovers() <= before, 20, lambda: f"left behind: {leftovers() - before}")

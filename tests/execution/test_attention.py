@@ -1,4 +1,4 @@
-"""The attention region's parts on the CPU: one memory under two views, packing, and attention against a plain softmax."""
+"""The device interface on the CPU: streams and events, attention, and the two views of a KV pool."""
 
 from __future__ import annotations
 

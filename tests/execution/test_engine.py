@@ -768,12 +768,7 @@ def make_policy(name: str, num_ranks: int, budget: int, headroom: int) -> Policy
     return Scheduler(per_token_model(num_ranks), name, params)
 
 
-BLOCKED = "PlainPolicy stops at a request that cannot start, also before partial prefills that could go on"
-
-
-@pytest.mark.parametrize(
-    "policy", [pytest.param("plain", marks=pytest.mark.xfail(reason=BLOCKED, strict=False)), "slo", "fcfs", "srpt"]
-)
+@pytest.mark.parametrize("policy", ["plain", "slo", "fcfs", "srpt"])
 @settings(max_examples=40, deadline=None)
 @given(
     requests=st.lists(REQUEST, min_size=1, max_size=8),
@@ -822,9 +817,7 @@ def test_in_any_mix_every_token_comes_once_and_every_block_returns(
     assert driver.engine.kv.is_idle
 
 
-@pytest.mark.parametrize(
-    "policy", [pytest.param("plain", marks=pytest.mark.xfail(reason=BLOCKED, strict=True)), "slo", "fcfs", "srpt"]
-)
+@pytest.mark.parametrize("policy", ["plain", "slo", "fcfs", "srpt"])
 def test_a_preempted_request_that_cannot_start_again_yet_does_not_hold_up_a_partial_prefill(policy: str):
     # b, preempted while c is half prefilled, needs 3 + 3 blocks; c holds 4 of 8 and comes after b in order of arrival.
     driver = Driver(num_blocks=9, max_model_len=16, policy=make_policy(policy, num_ranks=1, budget=3, headroom=0))

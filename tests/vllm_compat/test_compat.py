@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
@@ -18,7 +21,7 @@ PACKAGE = Path(conflux_ray.__path__[0])
 LIGHT = sorted(
     [PACKAGE / "wire.py", PACKAGE / "config.py", *(PACKAGE / "planning").glob("*.py"), *(PACKAGE / "kv").glob("*.py")]
 )
-PLANS_BEYOND_A_CHUNK = [0, 1, 1 << 20, (1 << 20) + 1, 3 << 20]  # bytes; a chunk of the shared memory holds 1 MiB
+MESSAGE_SIZES = [0, 1, 1 << 20, (1 << 20) + 1, 3 << 20]  # bytes; a chunk of the shared memory holds 1 MiB
 
 
 class TestVersionGate:
@@ -219,13 +222,11 @@ class TestInterfacesReliedOn:
         assert AttentionBackend.forward_includes_kv_cache_update is True
 
 
-def unread_by(readers: int) -> list[Path]:
-    return sorted(Path("/dev/shm").glob("psm_*"))
-
-
-@pytest.fixture
-def segments_before() -> set[Path]:
-    return set(Path("/dev/shm").glob("psm_*"))
+def named_segment(end) -> Path:
+    """Where the shared memory of a writer or a reader is, while it has a name."""
+    name = end._queue.buffer.shared_memory.name
+    assert name.startswith("psm_")
+    return Path("/dev/shm") / name
 
 
 class Channel:
@@ -259,7 +260,7 @@ def channel() -> Iterator[Channel]:
 @pytest.mark.heavy
 @pytest.mark.timeout(120)
 class TestChannel:
-    @pytest.mark.parametrize("size", PLANS_BEYOND_A_CHUNK)
+    @pytest.mark.parametrize("size", MESSAGE_SIZES)
     def test_every_reader_receives_what_is_sent_also_beyond_a_chunk(self, channel: Channel, size: int):
         data = bytes(i % 251 for i in range(1009)) * (size // 1009 + 1)
         received: list[bytes] = []
@@ -308,10 +309,51 @@ class TestChannel:
         with pytest.raises(TimeoutError):
             fill()
 
-    def test_it_closes_with_messages_unread_and_leaves_no_shared_memory(self, segments_before: set[Path]):
+    def test_a_connected_channel_has_no_named_shared_memory(self):
         channel = Channel(num_readers=2)
-        assert set(Path("/dev/shm").glob("psm_*")) <= segments_before
+        exists = named_segment(channel.writer).exists()
+        channel.close()
+        assert not exists
+
+    def test_it_closes_without_hanging_while_messages_are_unread(self):
+        channel = Channel(num_readers=2)
+        segment = named_segment(channel.writer)
         channel.writer.send(b"plan", timeout=60)
         channel.writer.send(bytes(2 << 20), timeout=60)
-        channel.close()
-        assert set(Path("/dev/shm").glob("psm_*")) <= segments_before
+        closing = threading.Thread(target=channel.close, daemon=True)
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive()
+        assert not segment.exists()
+
+    def test_a_process_of_its_own_reads_and_answers(self):
+        code = (
+            "import pickle, sys; from conflux_ray.vllm_compat.channel import Reader, Writer\n"
+            "source, sink = sys.stdin.buffer, sys.stdout.buffer\n"
+            "reader, writer = Reader(pickle.load(source), 0, 0.0), Writer(1)\n"
+            "pickle.dump(writer.handle, sink); sink.flush()\n"
+            "reader.wait_until_ready(); writer.wait_until_ready()\n"
+            "writer.send(reader.receive(60)[::-1], 60)\n"
+            "source.read()  # until the parent has the answer\n"
+            "reader.close(); writer.close()\n"
+        )
+        from conflux_ray.vllm_compat.channel import Reader, Writer
+
+        plans = Writer(1)
+        assert named_segment(plans).exists()
+        with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+            pickle.dump(plans.handle, worker.stdin)
+            worker.stdin.flush()
+            results = Reader(pickle.load(worker.stdout), 0, 0.0)
+            plans.wait_until_ready()
+            results.wait_until_ready()
+            message = bytes(range(256)) * 5000  # 1.28 MB, beyond a chunk
+            plans.send(message, 60)
+            answer = results.receive(60)
+            segments = [named_segment(plans), named_segment(results)]
+            worker.stdin.close()
+            results.close()
+            plans.close()
+        assert answer == message[::-1]
+        assert worker.returncode == 0
+        assert [segment.exists() for segment in segments] == [False, False]

@@ -1,8 +1,9 @@
-"""Sampling: the distribution asked for, the same token for the same (seed, position), and what log-probabilities say."""
+"""Sampling: the distribution asked for, the same token for the same (seed, position), and the log-probabilities."""
 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,7 @@ def test_tokens_of_neighbouring_positions_and_seeds_are_independent(sampler: Any
     by_seed = tokens(sampler, [(sampling, i, 5) for i in range(DRAWS)])
     p = probabilities(1.0, 2, 1.0)[:2]
     for drawn in (by_position, by_seed):
-        pairs = Counter(zip(drawn, drawn[1:], strict=False))
+        pairs = Counter(pairwise(drawn))
         expected = {(a, b): (DRAWS - 1) * p[a] * p[b] for a in range(2) for b in range(2)}
         assert sum((pairs[pair] - e) ** 2 / e for pair, e in expected.items()) < chi_square_limit(3)
 
@@ -135,6 +136,20 @@ def test_logprobs_are_those_of_the_model_before_temperature_and_truncation(sampl
     assert ids.tolist() == [[token]]
     np.testing.assert_allclose(values[0], want[[token]], atol=1e-6)
     assert ranks.tolist() == [token + 1]  # LOGITS fall with the token id
+
+
+def test_alternatives_and_ranks_are_those_of_each_rows_own_logits(sampler: Any) -> None:
+    logits = np.random.default_rng(3).normal(size=(50, VOCAB)).astype(np.float32)
+    widths = [i % 5 for i in range(50)]
+    rows = [(Sampling(1, temperature=1.5, logprobs=width), 11, i) for i, width in enumerate(widths)]
+    batch, sampled = draw(sampler, rows, logits)
+    want = logits - np.log(np.exp(logits.astype(np.float64)).sum(1, keepdims=True))
+    for row, token, width, found in zip(want, sampled.tokens.tolist(), widths, sampled.logprobs_of(batch), strict=True):
+        best = np.argsort(-row)
+        ids, values, ranks = found.arrays()
+        assert ids.tolist() == [[token, *best[:width]]]
+        np.testing.assert_allclose(values[0], row[ids[0]], atol=1e-5)
+        assert ranks.tolist() == [best.tolist().index(token) + 1]
 
 
 def test_without_a_request_for_them_there_are_no_logprobs(sampler: Any) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import threading
-from pathlib import Path
 
 import pytest
 
@@ -81,30 +79,3 @@ def test_the_sampler_and_its_metadata() -> None:
         "max_num_logprobs",
     ]
     assert parameters(Sampler.forward)[1:3] == ["logits", "sampling_metadata"]
-
-
-def test_messages_of_any_size_cross_and_no_segment_is_left() -> None:
-    from conflux_ray.vllm_compat.channel import Reader, Writer
-
-    before = set(Path("/dev/shm").glob("psm_*"))
-    writer = Writer(1)
-    reader = Reader(writer.handle, 0, spin=0.0)
-    messages = [b"plan", b"x" * 3_000_000, b"", b"end"]
-    received: list[bytes] = []
-
-    def read() -> None:
-        reader.wait_until_ready()
-        received.extend(reader.receive(timeout=30) for _ in messages)
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    writer.wait_until_ready()
-    assert set(Path("/dev/shm").glob("psm_*")) == before, "the shared memory has a name that a crash would leave behind"
-    for message in messages:
-        writer.send(message, timeout=30)
-    thread.join(60)
-    assert received == messages
-    with pytest.raises(TimeoutError):
-        reader.receive(timeout=0.05)
-    reader.close()
-    writer.close()

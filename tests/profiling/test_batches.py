@@ -1,0 +1,87 @@
+"""What is measured: grids that identify every coefficient, random batches in their ranges, plans of both."""
+
+from __future__ import annotations
+
+import pytest
+
+from conflux_ray.cluster.policy import shipped_name
+from conflux_ray.config import ConfluxConfig
+from conflux_ray.planning.fitting import MIN_POINTS, SPREAD
+from conflux_ray.profiling.batches import PARTS, Batch, BatchChunk, Case, Ranges, component_cases, iteration_cases
+from conflux_ray.profiling.plans import TableLayout, make_plans
+from conflux_ray.profiling.registry import profile_name
+
+RANGES = [Ranges(1, 64, 8, 128), Ranges(2, 64, 8, 128), Ranges(3, 768, 16, 1536), Ranges(8)]
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+def test_the_grid_tells_slope_from_intercept_for_every_part(ranges: Ranges) -> None:
+    cases = component_cases(ranges)
+    assert len({case.name for case in cases}) == len(cases)
+    for part in PARTS if ranges.num_ranks > 1 else ("gemm", "decode", "prefill", "host"):
+        points = {case.workload for case in cases if case.part == part}
+        assert len(points) >= MIN_POINTS, part
+        assert max(points) >= SPREAD * min(points), part
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+def test_random_batches_stay_in_their_ranges(ranges: Ranges) -> None:
+    for case in iteration_cases(ranges, 200, seed=3):
+        contexts = [context for rank in case.batch.decodes for context in rank]
+        assert all(ranges.min_context <= context <= ranges.max_context for context in contexts)
+        assert all(len(rank) <= ranges.max_batch for rank in case.batch.decodes)
+        assert sum(chunk.length for chunk in case.batch.chunks) <= ranges.max_tokens
+        assert all(chunk.context + chunk.length <= ranges.max_length for chunk in case.batch.chunks)
+        assert case.batch.decodes != () or case.batch.chunks != ()
+
+
+def test_random_batches_are_of_all_kinds_skewed_ones_and_transfers_too() -> None:
+    batches = [case.batch for case in iteration_cases(Ranges(3, 768, 16, 1536), 200, seed=0)]
+    assert {batch.kind for batch in batches} == {"decode", "prefill", "mixed overlap", "mixed serial"}
+    assert any(len({len(rank) for rank in batch.decodes}) > 1 for batch in batches)
+    assert any(any(batch.load.incoming) for batch in batches)
+
+
+def test_cases_follow_from_the_seed_and_the_held_out_share_is_exact() -> None:
+    ranges = Ranges(2, 64, 8, 128)
+    cases = iteration_cases(ranges, 50, seed=1, held_out=0.2)
+    assert cases == iteration_cases(ranges, 50, seed=1, held_out=0.2)
+    assert cases != iteration_cases(ranges, 50, seed=2, held_out=0.2)
+    assert sum(case.held_out for case in cases) == 10
+
+
+def test_too_small_a_range_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="max_batch=2 must be at least 4"):
+        Ranges(2, 64, 2, 128)
+
+
+def test_a_plan_computes_what_the_load_says() -> None:
+    batch = Batch(((40, 7), ()), (BatchChunk(8, (3, 2)), BatchChunk(0, (0, 4), handed_to=1)))
+    plans = make_plans(Case("c", batch), TableLayout(50, 4, 2))
+    load, step = batch.load, plans.numbered(5)
+    assert step.iteration == 5
+    assert tuple(map(len, step.decodes)) == load.decode_tokens == (2, 0)
+    assert [d.position + 1 for d in step.decodes[0]] == [40, 7]
+    assert load.decode_context == (47, 0)
+    sizes = [(chunk.end - chunk.start, chunk.start) for chunk in step.chunks]
+    assert tuple(sizes) == load.chunks == ((5, 8), (4, 0))
+    assert load.prefill_tokens == (3, 6)
+    assert load.incoming == (0.0, 2.0)  # 4 tokens, half of whose KV is on rank 1 already
+    assert [(t.start, t.end, t.target) for t in step.transfers] == [(0, 4, 1)]
+    assert step.wait_transfers
+    known = {p.alloc_id for p in plans.setup.new_prefills} | {r.alloc_id for r in plans.setup.new_residents}
+    assert {d.alloc_id for d in step.decodes[0]} | {c.alloc_id for c in step.chunks} <= known
+
+
+def test_tables_begin_again_where_the_pool_ends_and_leave_the_null_block_out() -> None:
+    layout = TableLayout(num_blocks=4, block_size=4, num_ranks=2)
+    assert layout.decode(8) == [1, 2]
+    assert layout.prefill(9) == [3, 1]
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_profiles_are_named_as_an_instance_looks_for_them(tensor_parallel: int) -> None:
+    config = ConfluxConfig.model_validate(
+        {"model": {"path": "/models/some-model"}, "instance": {"sp_degree": 3, "tensor_parallel": tensor_parallel}}
+    )
+    assert profile_name("/models/some-model", "cpu", 3, tensor_parallel) == shipped_name(config, "cpu")

@@ -1,0 +1,78 @@
+"""Rounds of measuring, without workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from conflux_ray.planning.fitting import ComponentRow, IterationRow
+from conflux_ray.profiling.batches import Batch, BatchChunk, Case
+from conflux_ray.profiling.measure import run_rounds, to_rows, warm_up
+from conflux_ray.profiling.samples import SampleFile
+
+pytestmark = pytest.mark.heavy
+
+LINEAR = Case("linear", Batch(((), ()), (BatchChunk(0, (6, 2)),)), "gemm")
+HOST = Case("host", Batch(((8,) * 5, (8,))), "host")
+WHOLE = Case("whole", Batch(((8,), ()), (BatchChunk(4, (1, 1)),), overlap=False), held_out=True)
+CASES = [LINEAR, HOST, WHOLE]
+
+
+class Bench:
+    """Takes one second a case, and counts."""
+
+    def __init__(self, fails_after: int = 1 << 30) -> None:
+        self.seen: list[str] = []
+        self.fails_after = fails_after
+
+    def __call__(self, case: Case) -> float:
+        if len(self.seen) == self.fails_after:
+            raise KeyboardInterrupt
+        self.seen.append(case.name)
+        return 1.0
+
+    def clock(self) -> float:
+        return float(len(self.seen))
+
+
+def test_every_case_once_a_round_in_an_order_of_its_own(tmp_path: Path) -> None:
+    bench = Bench()
+    run_rounds(CASES, bench, SampleFile(tmp_path / "s", {}), rounds=6, seed=0)
+    rounds = [bench.seen[i : i + 3] for i in range(0, 18, 3)]
+    assert all(sorted(order) == ["host", "linear", "whole"] for order in rounds)
+    assert len(set(map(tuple, rounds))) > 1
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    first, second = Bench(fails_after=4), Bench()
+    with pytest.raises(KeyboardInterrupt):
+        run_rounds(CASES, first, SampleFile(tmp_path / "s", {}), rounds=3, seed=0)
+    run_rounds(CASES, second, SampleFile(tmp_path / "s", {}), rounds=3, seed=0)
+    whole = Bench()
+    run_rounds(CASES, whole, SampleFile(tmp_path / "t", {}), rounds=3, seed=0)
+    assert first.seen + second.seen == whole.seen
+
+
+def test_the_time_limit_ends_later_rounds_but_not_the_first(tmp_path: Path) -> None:
+    short, longer = Bench(), Bench()
+    run_rounds(CASES, short, SampleFile(tmp_path / "s", {}), rounds=3, seed=0, seconds=1, clock=short.clock)
+    run_rounds(CASES, longer, SampleFile(tmp_path / "t", {}), rounds=3, seed=0, seconds=5, clock=longer.clock)
+    assert (len(short.seen), len(longer.seen)) == (3, 5)
+
+
+def test_one_case_of_each_kind_warms_up() -> None:
+    bench = Bench()
+    warm_up([LINEAR, LINEAR, HOST, WHOLE], bench)
+    assert bench.seen == ["linear", "host", "whole"]
+
+
+def test_components_are_seconds_of_a_layer_and_the_host_of_an_iteration(tmp_path: Path) -> None:
+    samples = SampleFile(tmp_path / "s", {})
+    for case in CASES:
+        samples.add(case.name, 0, 3.0)
+    assert to_rows(CASES, samples, num_layers=3) == [
+        ComponentRow("gemm", 6, 1.0),
+        ComponentRow("host", 5, 3.0),
+        IterationRow(WHOLE.batch.load, 3.0, overlap=False, held_out=True),
+    ]
