@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import ray
 from ray import serve
 
 from conflux_ray.cluster.instance import Instance, instance_bundles
 from conflux_ray.cluster.registry import OpenDirectory
-from conflux_ray.config import ConfluxConfig, check_model, parse, read_model_config, resolve_model
+from conflux_ray.config import ConfigError, ConfluxConfig, check_model, parse, read_model_config, resolve_model
 from conflux_ray.serving.ingress import build_ingress
 from conflux_ray.serving.options import IngressOptions
 from conflux_ray.wire import Slo
@@ -57,7 +56,13 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 
 def pick_device(config: ConfluxConfig) -> str:
-    """`cpu` or `cuda`; `auto` means `cuda` if the Ray cluster has a GPU."""
-    if config.instance.device != "auto":
-        return config.instance.device
-    return "cuda" if ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
+    """The device that `instance.device` names; `auto` is the CPU until the server runs on GPUs.
+
+    Raises:
+        ConfigError: `cuda` is asked for.
+    """
+    if config.instance.device == "cuda":
+        raise ConfigError(
+            "instance.device='cuda': the workers run on GPUs, the server does not start them there yet; use cpu"
+        )
+    return "cpu"

@@ -52,7 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--iterations", type=int, default=12, help="how many to show")
     options = parser.parse_args(argv)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
-    os.environ.setdefault("TQDM_DISABLE", "1")
     use_cpu_platform()
     from conflux_ray.config import ConfigError, check_model, parse, read_model_config, resolve_model
 
@@ -76,7 +75,6 @@ def _show(config: ConfluxConfig, folder: str, iterations: int) -> None:
     from conflux_ray.execution.engine import Engine
     from conflux_ray.execution.group import LocalWorkerGroup
     from conflux_ray.execution.loop import IterationLoop
-    from conflux_ray.execution.plan import IterationPlan
     from conflux_ray.execution.request import Request
     from conflux_ray.execution.worker import WorkerSpec
     from conflux_ray.kv import KVGeometry

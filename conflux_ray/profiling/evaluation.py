@@ -73,7 +73,9 @@ def evaluate_cases(model: LatencyModel, cases: Sequence[Case], measured: Sequenc
         std=float(signed.std()),
         bias=float(signed.mean()),
         by_kind={
-            kind: fit_error(*zip(*[(p, t) for p, t, k in zip(predicted, truth, kinds, strict=True) if k == kind]))
+            kind: fit_error(
+                *zip(*[(p, t) for p, t, k in zip(predicted, truth, kinds, strict=True) if k == kind], strict=True)
+            )
             for kind in sorted(set(kinds))
         },
         noise=noise(measured),
