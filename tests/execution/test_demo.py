@@ -27,7 +27,7 @@ def test_a_reader_sees_mixed_forwards_uneven_shards_transitions_and_tokens() -> 
     assert "prefill: G[22:40]" in run.stdout
     assert "transition: KV of A[0:70] from all ranks to rank 0, layer by layer" in run.stdout
     assert re.search(r"sampled: A0=\d+ B0=\d+$", run.stdout, re.MULTILINE)
-    assert "8 iterations, 4 of them with prefill and decode in one forward pass; 3 chunks in uneven shards" in run.stdout
+    assert "4 of them with prefill and decode in one forward pass; 3 chunks in uneven shards" in run.stdout
 
 
 def test_a_degree_that_the_heads_do_not_divide_by_is_refused_before_anything_starts() -> None:

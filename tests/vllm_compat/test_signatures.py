@@ -1,81 +1,195 @@
-"""What this project relies on in vLLM is still there and still takes what it is given."""
+"""What this project relies on in vLLM is still there and still takes what it is given (see also `test_compat`)."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib
 import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+import conflux_ray.vllm_compat
+
 pytestmark = pytest.mark.heavy
 
+SOURCES = sorted(Path(conflux_ray.vllm_compat.__path__[0]).glob("*.py"))
 
-def parameters(function) -> list[str]:
+
+def parameters(function: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-def test_the_platform_is_ours() -> None:
-    from vllm.platforms import current_platform
-
-    assert type(current_platform).__name__ == "ConfluxCpuPlatform"
-    assert current_platform.device_type == "cpu"
-    assert current_platform.dist_backend == "gloo"
-
-
-def test_loading_and_groups() -> None:
-    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.forward_context import set_forward_context
-    from vllm.model_executor.model_loader import get_model
-
-    assert parameters(init_distributed_environment)[:5] == [
-        "world_size",
-        "rank",
-        "distributed_init_method",
-        "local_rank",
-        "backend",
+def names_from_vllm(path: Path) -> list[tuple[str, str]]:
+    """(module, name) of everything a file imports from vLLM."""
+    return [
+        (node.module, alias.name)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vllm"
+        for alias in node.names
     ]
-    assert parameters(ensure_model_parallel_initialized)[:2] == [
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-    ]
-    assert "vllm_config" in parameters(get_model)
-    assert {"attn_metadata", "vllm_config", "num_tokens", "cudagraph_runtime_mode"} <= set(
-        parameters(set_forward_context)
+
+
+def keywords_of_call(path: Path, name: str) -> set[str]:
+    """Keyword arguments that a file gives to calls of `name`."""
+    return {
+        keyword.arg
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+        for keyword in node.keywords
+        if keyword.arg
+    }
+
+
+def source(name: str) -> Path:
+    return next(path for path in SOURCES if path.name == name)
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if names_from_vllm(p)], ids=lambda p: p.name)
+def test_every_name_imported_from_vllm_exists(path: Path) -> None:
+    missing = [(m, n) for m, n in names_from_vllm(path) if not hasattr(importlib.import_module(m), n)]
+    assert missing == []
+
+
+class TestPlatform:
+    def test_it_is_ours_in_a_process_that_asked_for_it(self) -> None:
+        from vllm.platforms import current_platform
+        from vllm.platforms.interface import PlatformEnum
+
+        assert type(current_platform).__name__ == "ConfluxCpuPlatform"
+        assert (
+            current_platform._enum is PlatformEnum.OOT
+        )  # else custom operators would look for the CPU wheel's kernels
+        assert not current_platform.is_cuda()
+
+    def test_what_it_says_of_the_machine(self) -> None:
+        import torch
+        from vllm.platforms import current_platform
+
+        assert current_platform.device_type == "cpu"
+        assert current_platform.dist_backend == "gloo"
+        assert torch.float32 in current_platform.supported_dtypes
+        assert not current_platform.is_pin_memory_available()
+        assert not current_platform.opaque_attention_op()
+        assert current_platform.get_device_total_memory() > 0
+
+    def test_the_classes_it_names_can_be_imported(self) -> None:
+        from vllm.platforms import current_platform
+
+        named = [current_platform.get_device_communicator_cls(), current_platform.get_attn_backend_cls(None, None)]
+        for name in named:
+            module, _, attribute = name.rpartition(".")
+            assert inspect.isclass(getattr(importlib.import_module(module), attribute))
+
+    def test_every_method_overrides_one_of_vllms_that_takes_the_same(self) -> None:
+        from vllm.platforms.interface import Platform
+
+        from conflux_ray.vllm_compat.platform import ConfluxCpuPlatform
+
+        own = [name for name, value in vars(ConfluxCpuPlatform).items() if isinstance(value, classmethod)]
+        assert "check_and_update_config" in own
+        for name in own:
+            assert parameters(getattr(ConfluxCpuPlatform, name)) == parameters(getattr(Platform, name)), name
+
+
+class TestLoader:
+    def test_engine_arguments(self) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+
+        given = keywords_of_call(source("loader.py"), "EngineArgs")
+        assert {"attention_backend", "distributed_executor_backend"} <= given
+        assert given <= {field.name for field in dataclasses.fields(EngineArgs)}
+
+    def test_set_up_before_a_model_loads(self) -> None:
+        import vllm.ir
+        from vllm.distributed import set_custom_all_reduce
+        from vllm.model_executor.model_loader import get_model
+        from vllm.v1.worker.workspace import init_workspace_manager
+
+        assert parameters(vllm.ir.set_default_torch_wrap) == ["enable"]
+        assert parameters(set_custom_all_reduce) == ["enable"]
+        assert parameters(init_workspace_manager)[0] == "device"
+        assert "vllm_config" in parameters(get_model)
+
+    def test_attributes_of_a_process_group(self) -> None:
+        from vllm.distributed.parallel_state import GroupCoordinator
+
+        written = inspect.getsource(GroupCoordinator.__init__)
+        assert "self.cpu_group = " in written
+        assert "self.mq_broadcaster: MessageQueue | None" in written
+
+    def test_attributes_of_a_configuration(self) -> None:
+        from vllm.config import CompilationConfig, KernelConfig, ModelConfig
+
+        assert "static_forward_context" in {field.name for field in dataclasses.fields(CompilationConfig)}
+        assert "ir_op_priority" in {field.name for field in dataclasses.fields(KernelConfig)}
+        assert callable(KernelConfig().ir_op_priority.set_default)
+        for name in ("get_num_layers", "get_num_attention_heads", "get_num_kv_heads"):
+            assert parameters(getattr(ModelConfig, name))[:2] == ["self", "parallel_config"]
+        assert parameters(ModelConfig.get_head_size) == parameters(ModelConfig.get_vocab_size) == ["self"]
+
+
+class TestAttention:
+    def test_the_layer_builds_our_implementation_with_what_it_takes(self) -> None:
+        from vllm.v1.attention.backend import AttentionImpl
+
+        from conflux_ray.vllm_compat.backend import XPAttentionBackend, XPAttentionImpl
+
+        assert XPAttentionBackend.get_impl_cls() is XPAttentionImpl
+        assert XPAttentionBackend.get_name() == "CUSTOM"
+        theirs = parameters(AttentionImpl.__init__)
+        assert parameters(XPAttentionImpl.__init__)[: len(theirs)] == theirs
+
+    @pytest.mark.parametrize(
+        ("option", "feature"),
+        [
+            ({"sliding_window": 128}, "sliding window"),
+            ({"alibi_slopes": [0.5] * 4}, "ALiBi"),
+            ({"kv_cache_dtype": "fp8"}, "KV cache dtype fp8"),
+            ({"logits_soft_cap": 50.0}, "attention logit soft cap"),
+            ({"attn_type": "encoder"}, "attention type encoder"),
+            ({"kv_sharing_target_layer_name": "model.layers.0"}, "KV sharing between layers"),
+            ({"sinks": object()}, "attention sinks"),
+        ],
     )
-    fields = {field.name for field in dataclasses.fields(EngineArgs)}
-    assert {"attention_backend", "distributed_executor_backend", "block_size", "enforce_eager"} <= fields
+    def test_a_feature_that_a_config_json_may_hide_is_refused_here_too(self, option: dict, feature: str) -> None:
+        from conflux_ray.vllm_compat.backend import XPAttentionImpl
+
+        with pytest.raises(ValueError, match=f"the model needs {feature}, which conflux-ray does not support"):
+            XPAttentionImpl(4, 64, 0.125, 2, **option)
 
 
-def test_the_attention_layer_builds_its_implementation_as_ours_expects() -> None:
-    from vllm.model_executor.layers.attention.attention import Attention, unified_attention_with_output
+class TestSampler:
+    def test_every_required_field_of_the_metadata_is_given_and_no_other(self) -> None:
+        from vllm.v1.sample.metadata import SamplingMetadata
 
-    from conflux_ray.vllm_compat.backend import XPAttentionBackend, XPAttentionImpl
+        given = keywords_of_call(source("sampler.py"), "SamplingMetadata")
+        every = dataclasses.fields(SamplingMetadata)
+        required = {f.name for f in every if f.default is f.default_factory is dataclasses.MISSING}
+        assert required <= given <= {field.name for field in every}
 
-    assert parameters(Attention.__init__)[1:5] == ["num_heads", "head_size", "scale", "num_kv_heads"]
-    assert parameters(unified_attention_with_output)[:5] == ["query", "key", "value", "output", "layer_name"]
-    assert XPAttentionBackend.get_impl_cls() is XPAttentionImpl
-    assert XPAttentionBackend.forward_includes_kv_cache_update
+    def test_what_comes_back(self) -> None:
+        from vllm.v1.outputs import SamplerOutput
 
-
-def test_an_attention_feature_that_is_not_there_is_refused_by_the_backend_too() -> None:
-    from conflux_ray.vllm_compat.backend import XPAttentionImpl
-
-    with pytest.raises(ValueError, match="sliding window"):
-        XPAttentionImpl(4, 64, 0.125, 2, sliding_window=128)
+        assert {"sampled_token_ids", "logprobs_tensors"} <= {field.name for field in dataclasses.fields(SamplerOutput)}
 
 
-def test_the_sampler_and_its_metadata() -> None:
-    from vllm.v1.sample.metadata import SamplingMetadata
-    from vllm.v1.sample.sampler import Sampler
+class TestFrontEnd:
+    def test_the_core_client_overrides_methods_that_vllm_has(self) -> None:
+        from vllm.v1.engine.core_client import EngineCoreClient
 
-    assert [field.name for field in dataclasses.fields(SamplingMetadata)][:7] == [
-        "temperature",
-        "all_greedy",
-        "all_random",
-        "top_p",
-        "top_k",
-        "generators",
-        "max_num_logprobs",
-    ]
-    assert parameters(Sampler.forward)[1:3] == ["logits", "sampling_metadata"]
+        from conflux_ray.vllm_compat.frontend import DispatcherCoreClient
+
+        shared = {"slo_of", "__init__"}
+        own = [n for n, v in vars(DispatcherCoreClient).items() if inspect.isfunction(v) and not n.startswith("_")]
+        for name in set(own) - shared:
+            assert parameters(getattr(DispatcherCoreClient, name)) == parameters(getattr(EngineCoreClient, name)), name
+
+    def test_the_application_is_built_and_filled_as_before(self) -> None:
+        from vllm.entrypoints.openai.api_server import build_app, init_app_state
+
+        assert parameters(build_app)[:3] == ["args", "supported_tasks", "model_config"]
+        assert parameters(init_app_state)[:4] == ["engine_client", "state", "args", "supported_tasks"]
