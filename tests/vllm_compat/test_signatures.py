@@ -193,3 +193,29 @@ class TestFrontEnd:
 
         assert parameters(build_app)[:3] == ["args", "supported_tasks", "model_config"]
         assert parameters(init_app_state)[:4] == ["engine_client", "state", "args", "supported_tasks"]
+
+
+def test_no_wake_up_of_an_idle_reader_is_dropped() -> None:
+    """With vLLM's own limit of one, two plans within a millisecond left the reader asleep for a second."""
+    import zmq
+
+    from conflux_ray.vllm_compat.channel import Writer
+
+    writer = Writer(1)
+    condition = writer._queue._spin_condition
+    with zmq.Context() as context, context.socket(zmq.SUB) as listener:
+        listener.setsockopt(zmq.LINGER, 0)
+        listener.subscribe(b"")
+        listener.connect(writer.handle.local_notify_addr)
+        while not listener.poll(10):  # until the subscription has reached the writer
+            condition.notify()
+        while listener.poll(200):
+            listener.recv()
+        for _ in range(50):
+            condition.notify()
+        received = 0
+        while received < 50 and listener.poll(5000):
+            listener.recv()
+            received += 1
+    writer.close()
+    assert received == 50
