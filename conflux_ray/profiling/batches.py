@@ -175,7 +175,7 @@ def component_cases(ranges: Ranges, density: int = 1) -> list[Case]:
     """
     n = ranges.num_ranks
     idle: tuple[tuple[int, ...], ...] = ((),) * n
-    cases = [Case(f"gemm-{x}", _linear(x, ranges), "gemm") for x in _linear_loads(ranges, density)]
+    cases = [Case(f"gemm-{x}", _linear(x, n), "gemm") for x in _linear_loads(ranges, density)]
     for batch in geometric(1, ranges.max_batch, 4 * density):
         for context in geometric(ranges.min_context, ranges.max_context, 4 * density):
             contexts = (context,) * batch
@@ -207,12 +207,9 @@ def _linear_loads(ranges: Ranges, density: int) -> list[int]:
     return geometric(1, ranges.max_tokens + ranges.max_batch, 14 * density)
 
 
-def _linear(load: int, ranges: Ranges) -> Batch:
-    """`load` tokens on the busiest rank: on every rank as far as `max_tokens` goes, the rest on the first."""
-    n = ranges.num_ranks
-    others = min(load, (ranges.max_tokens + ranges.max_batch - load) // max(n - 1, 1))
-    shard = (load, *(max(others, 0),) * (n - 1))
-    return Batch(((),) * n, (BatchChunk(0, shard),))
+def _linear(load: int, n: int) -> Batch:
+    """`load` tokens on every rank: where ranks share cores or power, the even case is the one to plan for."""
+    return Batch(((),) * n, tuple(BatchChunk(0, tuple(load * (r == rank) for r in range(n))) for rank in range(n)))
 
 
 def iteration_cases(

@@ -13,17 +13,30 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from conflux_ray.config import ConfigError, read_model_config, resolve_model
+from conflux_ray.config import (
+    GIB,
+    ConfigError,
+    ConfluxConfig,
+    ModelGeometry,
+    block_bytes,
+    check_model,
+    parse,
+    read_model_config,
+    resolve_model,
+)
 from conflux_ray.kv import KVGeometry
-from conflux_ray.planning.fitting import IterationRow, evaluate, fit_profile
+from conflux_ray.planning.fitting import IterationRow, fit_profile
 from conflux_ray.planning.profile import ProfileError
 from conflux_ray.profiling.batches import Case, Ranges, component_cases, iteration_cases
+from conflux_ray.profiling.evaluation import evaluate_iterations
 from conflux_ray.profiling.machine import describe_machine, load_average, software_versions
 from conflux_ray.profiling.registry import find_profile, profile_name
 from conflux_ray.profiling.samples import SampleFile
 
 HELD_OUT = 0.2
 """Share of a profile's whole iterations that is set aside, for the errors the profile states."""
+CPU_KV_GIB = 0.5
+"""KV memory of a CPU worker, an instance's default: with less, caches would hold what an instance reads from memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +77,22 @@ class Settings:
     def ranges(self) -> Ranges:
         """The largest batch; raises ValueError as it does."""
         return Ranges(self.sp_degree, self.max_tokens, self.max_batch, self.max_context)
+
+    @property
+    def config(self) -> ConfluxConfig:
+        """An instance of this shape; raises ConfigError if there can be none."""
+        return parse(
+            {
+                "model": {"path": self.model, "dtype": self.dtype},
+                "instance": {
+                    "sp_degree": self.sp_degree,
+                    "tensor_parallel": self.tensor_parallel,
+                    "device": self.device,
+                    "block_size": self.block_size,
+                    "cpu_threads": self.threads,
+                },
+            }
+        )
 
     def machine(self) -> str:
         """Where this runs, in words."""
@@ -144,6 +173,7 @@ def _profile(options: argparse.Namespace) -> int:
     versions = software_versions()
     cases = settings.profile_cases()
     samples = SampleFile(_beside(out), {**_conditions(settings), "machine": machine, "versions": versions})
+    load_before = load_average()
     num_layers = _measure(settings, cases, samples, options)
     profile = fit_profile(
         _rows(cases, samples, num_layers),
@@ -155,7 +185,7 @@ def _profile(options: argparse.Namespace) -> int:
         versions=versions,
         date=datetime.now(UTC).date().isoformat(),
     )
-    conditions = {**_conditions(settings), "repeats": options.repeats, **_quality(samples)}
+    conditions = {**_conditions(settings), **_quality(samples, load_before)}
     replace(profile, conditions=conditions).save(out)
     for kind, errors in (("in-sample", profile.in_sample), ("held out", profile.held_out)):
         for component, error in errors.items():
@@ -173,23 +203,15 @@ def _evaluate(options: argparse.Namespace) -> int:
     cases = settings.evaluation_cases(options.batches)
     out = options.out or Path(f"{Path(options.evaluate).stem}.evaluation.json")
     samples = SampleFile(_beside(out), {**_conditions(settings), "machine": options.machine or settings.machine()})
+    load_before = load_average()
     num_layers = _measure(settings, cases, samples, options)
     rows = [row for row in _rows(cases, samples, num_layers) if isinstance(row, IterationRow)]
-    kinds = sorted({case.batch.kind for case in cases})
+    errors = evaluate_iterations(profile.latency, rows, [case.batch.kind for case in cases])
     report = {
         "profile": profile.latency.name,
         "date": datetime.now(UTC).date().isoformat(),
-        "repeats": options.repeats,
-        **_quality(samples),
-        "all": asdict(evaluate(profile.latency, rows)),
-        **{
-            kind: asdict(
-                evaluate(
-                    profile.latency, [row for row, case in zip(rows, cases, strict=True) if case.batch.kind == kind]
-                )
-            )
-            for kind in kinds
-        },
+        **_quality(samples, load_before),
+        **asdict(errors),
     }
     text = json.dumps(report, indent=2)
     print(text)
@@ -209,22 +231,23 @@ def _measure(settings: Settings, cases: Sequence[Case], samples: SampleFile, opt
             f"max_tokens={settings.max_tokens} after max_context={settings.max_context} needs {needed} positions, "
             f"{settings.model} has {positions}; lower them"
         )
+    geometry = check_model(settings.config, config)
     if all((case.name, number) in samples for case in cases for number in range(options.repeats)):
-        return int(config["num_hidden_layers"])
+        return geometry.num_layers
     # Imported here: they import torch and vLLM, which takes seconds and wants its environment first.
     from conflux_ray.profiling.measure import WorkerMeasure, run_rounds, warm_up
     from conflux_ray.profiling.plans import TableLayout
 
-    with _workers(settings, folder) as group:
+    with _workers(settings, folder, geometry) as group:
         measure = WorkerMeasure(group, TableLayout(group.num_blocks, settings.block_size, settings.sp_degree))
         warm_up(cases, measure)
         run_rounds(cases, measure, samples, options.repeats, settings.seed, 60 * options.minutes)
-        return group.shape.num_layers
+    return geometry.num_layers
 
 
 @contextmanager
-def _workers(settings: Settings, folder: str) -> Iterator[Any]:
-    """Workers with a pool that holds the longest sequence twice; on a GPU, with all its memory."""
+def _workers(settings: Settings, folder: str, geometry: ModelGeometry) -> Iterator[Any]:
+    """Workers with the KV pool of an instance: on a GPU all its memory, or the longest sequence twice."""
     if settings.device == "cpu":
         from conflux_ray.vllm_compat.plugin import use_cpu_platform
 
@@ -236,7 +259,10 @@ def _workers(settings: Settings, folder: str) -> Iterator[Any]:
     from conflux_ray.vllm_compat.loader import ModelArgs
 
     length = settings.ranges.max_length + 1
-    blocks = 2 * KVGeometry(settings.block_size, settings.sp_degree, 2).min_blocks(length)
+    blocks = max(
+        2 * KVGeometry(settings.block_size, settings.sp_degree, 2).min_blocks(length),
+        int(CPU_KV_GIB * GIB // block_bytes(geometry, settings.config.instance)),
+    )
     spec = WorkerSpec(
         ModelArgs(
             folder,
@@ -271,9 +297,14 @@ def _rows(cases: Sequence[Case], samples: SampleFile, num_layers: int) -> list[A
     return to_rows(cases, samples, num_layers)
 
 
-def _quality(samples: SampleFile) -> dict[str, float]:
-    """What a reader needs to judge the measurements."""
-    return {"noise_percent": round(samples.noise(), 2), "load_average": load_average()}
+def _quality(samples: SampleFile, load_before: float) -> dict[str, Any]:
+    """What a reader needs to judge the measurements: the machine's load before includes nothing of this run's own."""
+    return {
+        "samples_of_a_case": samples.counts(),
+        "noise_percent": samples.noise(),
+        "load_average_before": load_before,
+        "load_average_after": load_average(),
+    }
 
 
 def _conditions(settings: Settings) -> dict[str, Any]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from conflux_ray.planning.fitting import IterationRow, fit_error
 from conflux_ray.planning.latency_model import LatencyModel
 from conflux_ray.planning.profile import FitError
-from conflux_ray.profiling.batches import Case
-from conflux_ray.profiling.journal import Measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,70 +18,32 @@ class Evaluation:
 
     Args:
         overall: absolute percentage errors.
-        std: standard deviation of the signed errors, percent.
         bias: mean signed error, percent; positive where the model predicts too much. The online correction removes it.
+        std: standard deviation of the signed errors, percent.
         by_kind: absolute percentage errors of each kind of batch.
-        noise: median over the batches of (slowest - fastest repeat) / median, percent: what the machine itself does.
     """
 
     overall: FitError
-    std: float
     bias: float
+    std: float
     by_kind: Mapping[str, FitError]
-    noise: float
-
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
-        return asdict(self)
-
-    def lines(self) -> list[str]:
-        """As a table."""
-        e = self.overall
-        return [
-            f"{'batches':<14} {'count':>5} {'MAPE %':>7} {'P50 %':>7} {'P95 %':>7} {'max %':>7}",
-            *(
-                f"{kind:<14} {error.count:>5} {error.mape:>7.1f} {error.p50:>7.1f} {error.p95:>7.1f} {error.max:>7.1f}"
-                for kind, error in {"all": e, **self.by_kind}.items()
-            ),
-            f"signed error: mean {self.bias:+.1f} %, standard deviation {self.std:.1f} %",
-            f"repeats of one batch differ by {self.noise:.1f} % (median of their range)",
-        ]
 
 
-def evaluate_cases(model: LatencyModel, cases: Sequence[Case], measured: Sequence[Measured]) -> Evaluation:
+def evaluate_iterations(model: LatencyModel, rows: Sequence[IterationRow], kinds: Sequence[str]) -> Evaluation:
     """Compare predictions with measurements; each batch is predicted with the overlap it was measured with.
 
     Args:
         model: under test.
-        cases: whole iterations.
-        measured: of the same cases, in the same order; not empty.
+        rows: whole iterations; not empty.
+        kinds: of each row's batch, for `by_kind`.
     """
-    predicted, truth, kinds = [], [], []
-    for case, measurement in zip(cases, measured, strict=True):
-        row = measurement.row
-        assert isinstance(row, IterationRow)
-        predicted.append(_predict(model, row))
-        truth.append(row.seconds)
-        kinds.append(case.batch.kind)
-    signed = 100 * (np.array(predicted) / np.array(truth) - 1)
+    predicted = np.array([model.predict(r.load, overlap=r.overlap, decode_sms=r.decode_sms).seconds for r in rows])
+    measured = np.array([r.seconds for r in rows])
+    signed = 100 * (predicted / measured - 1)
+    of_kind = {kind: np.array([k == kind for k in kinds]) for kind in sorted(set(kinds))}
     return Evaluation(
-        overall=fit_error(predicted, truth),
-        std=float(signed.std()),
+        overall=fit_error(predicted, measured),
         bias=float(signed.mean()),
-        by_kind={
-            kind: fit_error(
-                *zip(*[(p, t) for p, t, k in zip(predicted, truth, kinds, strict=True) if k == kind], strict=True)
-            )
-            for kind in sorted(set(kinds))
-        },
-        noise=noise(measured),
+        std=float(signed.std()),
+        by_kind={kind: fit_error(predicted[chosen], measured[chosen]) for kind, chosen in of_kind.items()},
     )
-
-
-def _predict(model: LatencyModel, row: IterationRow) -> float:
-    return model.predict(row.load, overlap=row.overlap, decode_sms=row.decode_sms).seconds
-
-
-def noise(measured: Sequence[Measured]) -> float:
-    """Median range of the repeats of a case, percent of their median."""
-    return 100 * statistics.median(m.spread for m in measured)

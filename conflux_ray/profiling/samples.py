@@ -73,10 +73,15 @@ class SampleFile:
         """Median seconds of a case; raises KeyError if it has no sample."""
         return statistics.median(self._seconds[case].values())
 
-    def noise(self) -> float:
+    def counts(self) -> tuple[int, int]:
+        """Fewest and most samples of a case; raises ValueError if there are none."""
+        counts = [len(rounds) for rounds in self._seconds.values()]
+        return min(counts), max(counts)
+
+    def noise(self) -> float | None:
         """How far a sample typically is from its case's median: the median over all samples, percent.
 
-        Cases with fewer than three samples say nothing; 0 if there are no others.
+        Cases with fewer than three samples say nothing; None if there are no others.
         """
         away = [
             100 * abs(seconds / self.median(case) - 1)
@@ -84,4 +89,4 @@ class SampleFile:
             if len(rounds) >= 3
             for seconds in rounds.values()
         ]
-        return statistics.median(away) if away else 0.0
+        return round(statistics.median(away), 2) if away else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +32,37 @@ class Server:
     url: str
     model: str
     log: Path
-    _handles: dict[str, Any] = field(default_factory=dict)
+    _prober: subprocess.Popen[str] | None = None
 
-    def stats(self) -> list[dict[str, Any]]:
-        """`Instance.stats` of the running instance (one replica answers each call)."""
-        import ray
-        from ray import serve
+    def stats(self) -> dict[str, Any]:
+        """`Instance.stats` of the running instance."""
+        if self._prober is None:
+            self._prober = subprocess.Popen(
+                [sys.executable, "-m", "tests.e2e.prober"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                cwd=REPOSITORY,
+            )
+        assert self._prober.stdin is not None
+        assert self._prober.stdout is not None
+        print(file=self._prober.stdin, flush=True)
+        for line in self._prober.stdout:
+            if line.startswith("stats "):
+                return json.loads(line.removeprefix("stats "))
+        raise AssertionError("the prober ended: the instance does not answer")
 
-        if not ray.is_initialized():
-            ray.init(address="auto", namespace="serve", log_to_driver=False, logging_level="ERROR")
-        handle = serve.get_deployment_handle("instance", "conflux")
-        return [handle.stats.remote().result(timeout_s=20)]
+    def end_prober(self) -> None:
+        if self._prober is not None:
+            self._prober.kill()
+            self._prober.wait()
+            self._prober = None
 
     def idle(self) -> bool:
         """Whether no request runs and every KV block is free."""
-        return all(
-            s["running"] == s["waiting"] == s["draining_allocations"] == 0 and s["kv_used_fraction"] == 0
-            for s in self.stats()
-        )
+        s = self.stats()
+        return s["running"] == s["waiting"] == s["draining_allocations"] == 0 and s["kv_used_fraction"] == 0
 
     def wait_idle(self, seconds: float = 20.0) -> None:
         wait_for(self.idle, seconds, lambda: f"not idle: {self.stats()}")
@@ -125,10 +139,7 @@ def running(folder: Path, port: int, environment: dict[str, str] | None = None, 
 
 def stop(server: Server, number: int = signal.SIGTERM, seconds: float = 60.0) -> list[psutil.Process]:
     """Stop the server; returns those of its processes that are still there afterwards."""
-    import ray
-
-    if ray.is_initialized():
-        ray.shutdown()
+    server.end_prober()
     if server.process.poll() is not None:
         return []
     children = server.descendants()

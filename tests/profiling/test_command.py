@@ -64,9 +64,10 @@ def test_evaluation_measures_batches_that_were_not_fitted(made: Path) -> None:
     assert command.main([f"--evaluate={made}", "--batches=9", "--repeats=1", f"--out={out}"]) == 0
     report = json.loads(out.read_text())
     assert report["profile"] == Profile.load(made).latency.name
-    assert report["all"]["count"] == 9
-    assert report["all"]["p50"] <= report["all"]["p95"] <= report["all"]["max"]
-    assert sum(report[kind]["count"] for kind in ("decode", "prefill", "mixed overlap", "mixed serial")) == 9
+    errors = report["overall"]
+    assert errors["count"] == 9
+    assert errors["p50"] <= errors["p95"] <= errors["max"]
+    assert sum(kind["count"] for kind in report["by_kind"].values()) == 9
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,10 @@ def test_evaluation_measures_batches_that_were_not_fitted(made: Path) -> None:
     [
         (["--model=tiny-llama", "--max-context=4096"], "4096 needs 14337 positions, tiny-llama has 2048; lower them"),
         (["--model=tiny-llama", "--max-batch=2"], "max_batch=2 must be at least 4"),
+        (
+            ["--model=tiny-llama", "--sp-degree=3", "--max-tokens=64", "--max-context=64"],
+            "sp_degree=3, instance.tensor_parallel=1",
+        ),
         (["--evaluate=no-such-profile"], "'no-such-profile': neither a file nor shipped"),
     ],
 )
