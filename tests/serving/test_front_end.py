@@ -152,8 +152,8 @@ def test_a_chat_is_the_engine_s_tokens_streamed_or_not(server, engine, client):
 
 def test_two_choices_complete_both_streamed_or_not(server, engine, client):
     expected = server.decode(tokens(N, 12))
-    assert [c.text for c in complete(client, n=2).choices] == [expected, expected]
-    chunks = list(complete(client, n=2, stream=True))
+    assert [c.text for c in complete(client, n=2, temperature=1).choices] == [expected, expected]
+    chunks = list(complete(client, n=2, temperature=1, stream=True))
     assert [stream_text(chunks, index) for index in (0, 1)] == [expected, expected]
 
 
@@ -267,7 +267,7 @@ def test_bad_bodies_get_400(server, engine, path, body):
     [
         ({"logit_bias": {"5": 1.0}}, "logit_bias"),
         ({"bad_words": ["x"]}, "bad_words"),
-        ({"min_p": 0.1}, "min_p"),
+        ({"min_p": 0.1, "temperature": 1}, "min_p"),
         ({"response_format": {"type": "json_object"}}, "structured_outputs"),
         ({"structured_outputs": {"json": {"patternProperties": 3}}}, "structured_outputs"),
         ({"vllm_xargs": {"ttft_ms": -1}}, "ttft_ms"),
@@ -352,7 +352,7 @@ def test_a_killed_instance_without_an_heir_ends_the_stream_with_an_error_event(s
 def test_a_killed_instance_without_an_heir_ends_a_request_that_is_not_streamed_with_503(server):
     victim = FakeEngineProcess("i1")
     server.use(victim)
-    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1000, "n": 2}
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1000, "n": 2, "temperature": 1}
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=20)
         until(lambda: server.front_end.dispatcher.in_flight == 2)
