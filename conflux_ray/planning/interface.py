@@ -161,7 +161,7 @@ class Decision:
     placements: Mapping[str, int] = field(default_factory=dict)  # request -> decode rank
     budget: int = 0  # B_0, tokens
     predicted: float = 0.0  # seconds; 0 when the policy has no latency model
-    rejected: tuple[str, ...] = ()  # not expected to meet their deadline
+    rejected: int = 0  # requests not expected to meet their deadline
     tbt_violation: bool = False  # the iteration is predicted to miss a resident decode's TBT
     overlap: bool = True  # run decode attention beside prefill attention
     decode_sms: int | None = None  # SM share of the decode stream; None: no partition

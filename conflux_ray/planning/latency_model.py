@@ -21,6 +21,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +91,10 @@ class GemmCurve:
         return cls((0.0, knee), (floor, floor), slope, "floor")
 
     def __call__(self, n: float) -> float:
+        last = self.tokens[-1]
+        if n >= last:
+            return self.seconds[-1] + self.slope * (n - last)
         k = bisect_right(self.tokens, n) - 1
-        if k == len(self.tokens) - 1:
-            return self.seconds[-1] + self.slope * (n - self.tokens[-1])
         x0, x1, y0, y1 = self.tokens[k], self.tokens[k + 1], self.seconds[k], self.seconds[k + 1]
         return y0 + (y1 - y0) * (n - x0) / (x1 - x0)
 
@@ -288,7 +290,7 @@ class LatencyModel:
         """Time of the shared linear region with `max_load` tokens on the busiest rank (Eq. 3), seconds a layer."""
         if not max_load:
             return 0.0
-        return self.gemm(max_load) + self.all_reduce.slope * max_load + self.all_reduce.intercept
+        return self.gemm(max_load) + self.all_reduce(max_load)
 
     def _attention(self, prefill: float, decode: float, overlap: bool, decode_sms: int | None) -> float:
         if not prefill or not decode:
@@ -319,25 +321,29 @@ class IterationEstimator:
         self.model = model
         self.decode_path = model.decode(max(decode_context)) if any(decode_tokens) else 0.0  # T_D, Eq. 5
         self.host = model.host(max(decode_tokens))
+        self._serial = self.decode_path if model.serial else inf
         self._overlapped = [(c.beta, c.alpha * self.decode_path) for c in model.contention]
+        self._per_token = model.comm.slope
         self._per_pair = model.prefill.slope / model.num_ranks
+        self._per_chunk = model.comm.intercept + model.prefill.intercept
 
     def prefill_path(self, shard: float, work: float) -> float:
         """T_P (Eq. 6), seconds a layer: `shard` tokens on the rank with most, `work` token pairs over all ranks."""
         if not shard:
             return 0.0
-        comm = self.model.comm
-        return comm.slope * shard + comm.intercept + self._per_pair * work + self.model.prefill.intercept
+        return self._per_token * shard + self._per_pair * work + self._per_chunk
 
     def attention(self, prefill: float) -> float:
         """T_ATTN (Eq. 4) under the fastest setting, for a prefill path of `prefill` seconds."""
-        decode = self.decode_path
-        if not prefill or not decode:
-            return prefill + decode
-        fastest = prefill + decode if self.model.serial else float("inf")
+        if not prefill or not self.decode_path:
+            return prefill + self.decode_path
+        fastest = prefill + self._serial
         for beta, slowed_decode in self._overlapped:
-            slowed_prefill = beta * prefill
-            fastest = min(fastest, slowed_prefill if slowed_prefill > slowed_decode else slowed_decode)
+            slower = beta * prefill
+            if slower < slowed_decode:
+                slower = slowed_decode
+            if slower < fastest:
+                fastest = slower
         return fastest
 
     def setting(self, shard: float, work: float) -> tuple[bool, int | None]:

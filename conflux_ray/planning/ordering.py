@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from itertools import chain, compress
+from math import inf
+from operator import attrgetter, not_
 
 from conflux_ray.planning.admission import capacity_before, moore_hodgson
 from conflux_ray.planning.interface import PendingPrefill
 
-Indices = NDArray[np.int64]
-Column = NDArray[np.int64] | NDArray[np.float64]
+Column = Sequence[int] | Sequence[float]
 
 
 class Queue:
@@ -28,79 +25,58 @@ class Queue:
     def __init__(self, pending: Sequence[PendingPrefill]) -> None:
         self.pending = pending
 
-    def _column(self, name: str, dtype: type) -> NDArray[Any]:
-        return np.fromiter(map(attrgetter(name), self.pending), dtype, len(self.pending))
+    @cached_property
+    def priority(self) -> list[int]:
+        return list(map(attrgetter("priority"), self.pending))
 
     @cached_property
     def one_class(self) -> bool:
         """Whether all requests have the same priority."""
-        return len(set(map(attrgetter("priority"), self.pending))) <= 1
+        return len(set(self.priority)) <= 1
 
     @cached_property
-    def priority(self) -> NDArray[np.int64]:
-        return self._column("priority", np.int64)
-
-    @cached_property
-    def deadline(self) -> NDArray[np.float64]:
+    def deadline(self) -> list[float]:
         """d_i, seconds."""
-        return self._column("deadline", np.float64)
+        return list(map(attrgetter("deadline"), self.pending))
 
     @cached_property
-    def arrival(self) -> NDArray[np.float64]:
+    def arrival(self) -> list[float]:
         """Seconds."""
-        return self._column("arrival", np.float64)
+        return list(map(attrgetter("arrival"), self.pending))
 
     @cached_property
-    def remaining(self) -> NDArray[np.int64]:
+    def remaining(self) -> list[int]:
         """m_i, tokens."""
-        return self._column("remaining", np.int64)
+        return list(map(attrgetter("remaining"), self.pending))
 
     @cached_property
-    def due(self) -> NDArray[np.float64]:
+    def due(self) -> list[float]:
         """The deadline, or the arrival of a request that has none, seconds: overdue requests go in its order."""
-        if self.deadline.max() < np.inf:
+        if max(self.deadline) < inf:
             return self.deadline
-        return np.where(np.isinf(self.deadline), self.arrival, self.deadline)
+        return [a if d == inf else d for d, a in zip(self.deadline, self.arrival, strict=True)]
 
-    def sort(self, *keys: Column, subset: Indices | None = None) -> Indices:
-        """Indices ordered by priority, then `keys`, the most significant first, equal ones by request id.
+    def sort(self, *keys: Column) -> list[int]:
+        """Indices ordered by priority, then `keys`, the most significant first, equal ones by request id."""
+        *more_significant, last = keys
+        order = sorted(range(len(last)), key=last.__getitem__)
+        if len(set(last)) < len(order):
+            order = sorted(order, key=lambda i: (last[i], self.pending[i].request_id))
+        for column in reversed(more_significant):
+            order.sort(key=column.__getitem__)
+        return self.by_class(order)
 
-        Args:
-            keys: columns of the queue.
-            subset: sort these indices only.
-        """
-        columns = [*([] if self.one_class else [self.priority]), *keys]
-        if subset is not None:
-            columns = [column[subset] for column in columns]
-        order = np.lexsort(columns[::-1]) if len(columns) > 1 else columns[0].argsort(kind="stable")
-        equal: NDArray[np.bool_] | None = None
-        for column in reversed(columns):  # the last key ties least often
-            ranked = column[order]
-            same = ranked[1:] == ranked[:-1]
-            equal = same if equal is None else equal & same
-            if not equal.any():
-                break
-        else:
-            assert equal is not None
-            if subset is not None:
-                order = subset[order]
-            self._break_ties(order, equal)
-            return order
-        return order if subset is None else subset[order]
-
-    def _break_ties(self, order: Indices, equal: NDArray[np.bool_]) -> None:
-        """Sort each run of equal keys in place; equal[k] says whether entries k and k + 1 have equal keys."""
-        edges = np.flatnonzero(np.diff(np.concatenate(([False], equal, [False])).astype(np.int8)))
-        for first, last in edges.reshape(-1, 2).tolist():
-            run = order[first : last + 1].tolist()
-            order[first : last + 1] = sorted(run, key=lambda i: self.pending[i].request_id)
+    def by_class(self, order: list[int]) -> list[int]:
+        """`order` with priority as the most significant key."""
+        return order if self.one_class else sorted(order, key=self.priority.__getitem__)
 
     def longest_overdue(self, now: float, after: float) -> int | None:
         """The request whose deadline passed first, if that was more than `after` seconds before `now`."""
-        earliest = self.due.min()
+        earliest = min(self.due)
         if now - earliest <= after:
             return None
-        return min(np.flatnonzero(self.due == earliest).tolist(), key=lambda i: self.pending[i].request_id)
+        overdue = [i for i, due in enumerate(self.due) if due == earliest]
+        return min(overdue, key=lambda i: self.pending[i].request_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,26 +105,25 @@ def slo(queue: Queue, budget: int, now: float, tau: float) -> Order:
         tau: seconds.
     """
     by_deadline = queue.sort(queue.deadline)
-    capacity = capacity_before(queue.deadline[by_deadline], budget, now, tau)
-    classes = None if queue.one_class else queue.priority[by_deadline]
-    admitted = moore_hodgson(queue.remaining[by_deadline], capacity, classes)
-    rejected = by_deadline[~admitted]
+    capacity = capacity_before([queue.deadline[i] for i in by_deadline], budget, now, tau)
+    classes = None if queue.one_class else [queue.priority[i] for i in by_deadline]
+    admitted = moore_hodgson([queue.remaining[i] for i in by_deadline], capacity, classes)
+    rejected = list(compress(by_deadline, map(not_, admitted)))
 
-    def indices() -> Iterator[int]:
-        yield from by_deadline[admitted].tolist()
-        yield from queue.sort(queue.remaining, queue.deadline, subset=rejected).tolist()
+    def shortest_first() -> Iterator[int]:
+        yield from queue.by_class(sorted(rejected, key=queue.remaining.__getitem__))
 
-    return Order(indices(), rejected.tolist())
+    return Order(chain(compress(by_deadline, admitted), shortest_first()), rejected)
 
 
 def fcfs(queue: Queue, budget: int, now: float, tau: float) -> Order:
     """First come, first served."""
-    return Order(iter(queue.sort(queue.arrival).tolist()), overtakes=False)
+    return Order(iter(queue.sort(queue.arrival)), overtakes=False)
 
 
 def srpt(queue: Queue, budget: int, now: float, tau: float) -> Order:
     """Shortest remaining prefill first."""
-    return Order(iter(queue.sort(queue.remaining, queue.arrival).tolist()))
+    return Order(iter(queue.sort(queue.remaining, queue.arrival)))
 
 
 ORDERS: dict[str, Callable[[Queue, int, float, float], Order]] = {"slo": slo, "fcfs": fcfs, "srpt": srpt}

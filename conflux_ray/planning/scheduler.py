@@ -119,7 +119,7 @@ class Scheduler:
         step = _Step(self.model, self.params, decodes, kv, self.correction.factor)
         budget = step.dispatcher.budget()
         if not pending:
-            return step.decision(budget, ())
+            return step.decision(budget, 0)
         queue = Queue(pending)
         order = self._order(queue, budget, now, step.tau)
         lead = queue.longest_overdue(now, self.params.starvation_after) if order.overtakes else None
@@ -134,7 +134,7 @@ class Scheduler:
                 guaranteed = self.params.starvation_quantum
             if not step.add(request, limit, guaranteed):
                 break
-        return step.decision(budget, [pending[i].request_id for i in order.rejected])
+        return step.decision(budget, len(order.rejected))
 
 
 def _leading(lead: int | None, order: Order) -> Iterator[int]:
@@ -232,7 +232,7 @@ class _Step:
             ranks.remove(rank)
         return None
 
-    def decision(self, budget: int, rejected: Sequence[str]) -> Decision:
+    def decision(self, budget: int, rejected: int) -> Decision:
         """A_p and A_d (line 14)."""
         dispatcher, assigned = self.dispatcher, self.dispatcher.assigned
         seconds = 0.0 if self.idle and not self.chunks else assigned.seconds
@@ -242,7 +242,7 @@ class _Step:
             placements=self.placements,
             budget=budget,
             predicted=seconds * self.factor,
-            rejected=tuple(rejected),
+            rejected=rejected,
             tbt_violation=not self.idle and seconds > dispatcher.tau,
             overlap=overlap,
             decode_sms=decode_sms,
