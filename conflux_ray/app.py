@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import ray
 from ray import serve
 
 from conflux_ray.cluster.instance import Instance, instance_bundles
 from conflux_ray.cluster.registry import OpenDirectory
-from conflux_ray.config import ConfigError, ConfluxConfig, check_model, parse, read_model_config, resolve_model
+from conflux_ray.config import ConfluxConfig, check_model, parse, read_model_config, resolve_model
 from conflux_ray.serving.ingress import build_ingress
 from conflux_ray.serving.options import IngressOptions
 from conflux_ray.wire import Slo
@@ -22,8 +23,9 @@ def build(args: dict[str, Any]) -> serve.Application:
     """
     config = parse(args)
     folder = resolve_model(config.model.path)
+    config = on_device(config)
     geometry = check_model(config, read_model_config(folder))
-    device = pick_device(config)
+    device = config.instance.device
     instances = serve.deployment(
         name="instance",
         num_replicas=config.instance.num_replicas,
@@ -55,14 +57,10 @@ def build(args: dict[str, Any]) -> serve.Application:
     )
 
 
-def pick_device(config: ConfluxConfig) -> str:
-    """The device that `instance.device` names; `auto` is the CPU until the server runs on GPUs.
-
-    Raises:
-        ConfigError: `cuda` is asked for.
-    """
-    if config.instance.device == "cuda":
-        raise ConfigError(
-            "instance.device='cuda': the workers run on GPUs, the server does not start them there yet; use cpu"
-        )
-    return "cpu"
+def on_device(config: ConfluxConfig) -> ConfluxConfig:
+    """`config` with the device `auto` decided: GPUs where the cluster has them, else the CPU."""
+    if config.instance.device != "auto":
+        return config
+    gpus = ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else 0
+    device = "cuda" if gpus else "cpu"
+    return config.model_copy(update={"instance": config.instance.model_copy(update={"device": device})})

@@ -18,6 +18,8 @@ from conflux_ray.models import store
 
 GIB = 1 << 30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+PREFILL_PAGE = 128
+"""Tokens of a prefill page below which FlashAttention 3 leaves its fast path (6 to 15 % of prefill attention)."""
 
 _UNSUPPORTED_KEYS = {
     "kv_cache_dtype": "a KV cache in FP8 or another dtype than the model's",
@@ -72,13 +74,18 @@ class InstanceConfig(_Section):
     tensor_parallel: int = Field(1, ge=1, description="Base TP: workers of one logical rank.")
     sp_degree: int = Field(1, ge=1, description="N: logical ranks; prefill runs with Ulysses SP over them.")
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    block_size: int = Field(16, ge=1, description="Tokens of all KV heads in one block.")
+    block_size: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens of all KV heads in one block; default: 16, and on GPUs what makes a prefill page of 128.",
+    )
     kv_memory_gib: float | None = Field(
         None,
         gt=0,
         description="KV memory of one worker; default: 0.5 on a CPU, what `gpu_memory_utilization` leaves on a GPU.",
     )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    cuda_graphs: bool = Field(True, description="Capture the shared linear regions as CUDA graphs (device cuda).")
     max_num_seqs: int = Field(128, ge=1, description="Most resident decodes of one logical rank.")
     cpu_threads: int = Field(1, ge=1, description="Compute threads of one CPU worker.")
     iteration_timeout_s: float = Field(60.0, gt=0, description="An iteration that takes longer counts as hung.")
@@ -89,6 +96,13 @@ class InstanceConfig(_Section):
     def num_workers(self) -> int:
         """Workers of one instance, N x base TP."""
         return self.sp_degree * self.tensor_parallel
+
+    @property
+    def block_tokens(self) -> int:
+        """`block_size` or its default, tokens."""
+        if self.block_size is not None:
+            return self.block_size
+        return max(16, -(-PREFILL_PAGE // self.sp_degree)) if self.device == "cuda" else 16
 
 
 class SloConfig(_Section):
@@ -254,6 +268,11 @@ def check_model(config: ConfluxConfig, hf: dict[str, Any]) -> ModelGeometry:
                 f"instance.sp_degree={n}, instance.tensor_parallel={tp}: {heads} {name} heads do not divide by "
                 f"{tp} x {n}; {hint}"
             )
+    if instance.device == "cuda" and instance.block_tokens * n < PREFILL_PAGE:
+        raise ConfigError(
+            f"instance.block_size={instance.block_size}: on GPUs a prefill page, block_size x sp_degree tokens, has at "
+            f"least {PREFILL_PAGE}; leave it out, or raise it to {-(-PREFILL_PAGE // n)}"
+        )
     dtype: str = config.model.dtype
     if dtype == "auto":
         dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
@@ -306,7 +325,7 @@ def block_bytes(geometry: ModelGeometry, instance: InstanceConfig) -> int:
     element = DTYPE_BYTES.get(geometry.dtype)
     if element is None:
         raise ConfigError(f"model.dtype={geometry.dtype!r}: not served; use one of {', '.join(DTYPE_BYTES)}")
-    return geometry.num_layers * 2 * instance.block_size * heads * geometry.head_size * element
+    return geometry.num_layers * 2 * instance.block_tokens * heads * geometry.head_size * element
 
 
 def size_pool(geometry: ModelGeometry, instance: InstanceConfig, memory_bytes: float) -> KVGeometry:
@@ -316,7 +335,7 @@ def size_pool(geometry: ModelGeometry, instance: InstanceConfig, memory_bytes: f
         ConfigError: a request of max_model_len could not make its prefill-to-decode transition in it.
     """
     size = block_bytes(geometry, instance)
-    pool = KVGeometry(instance.block_size, instance.sp_degree, max(2, int(memory_bytes // size)))
+    pool = KVGeometry(instance.block_tokens, instance.sp_degree, max(2, int(memory_bytes // size)))
     try:
         pool.check_pool(geometry.max_model_len)
     except ValueError as error:

@@ -74,9 +74,9 @@ def _pending(rng: random.Random, setup: Setup) -> list[PendingPrefill]:
     sigma = math.log(setup.prompt_p95 / setup.prompt_median) / 1.645
     slack = 100 * TTFT if setup.load == "light" else TTFT
     requests = []
-    for i in range(setup.pending):
+    # In order of arrival, as an instance holds them.
+    for i, arrival in enumerate(sorted(NOW - rng.uniform(0, TTFT) for _ in range(setup.pending))):
         tokens = max(1, round(rng.lognormvariate(math.log(setup.prompt_median), sigma)))
-        arrival = NOW - rng.uniform(0, TTFT)
         requests.append(
             PendingPrefill(
                 request_id=f"request-{i}",

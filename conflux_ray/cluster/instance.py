@@ -24,6 +24,7 @@ from conflux_ray.config import GIB, ConfluxConfig, check_model, parse, read_mode
 from conflux_ray.execution.engine import Engine, TokenOutput
 from conflux_ray.execution.loop import IterationLoop, WorkerLostError
 from conflux_ray.execution.request import Request
+from conflux_ray.kv import KVGeometry
 from conflux_ray.logs import configure as configure_logs
 from conflux_ray.vllm_compat.plugin import use_cpu_platform
 from conflux_ray.wire import (
@@ -63,13 +64,15 @@ class Instance:
         folder = resolve_model(config.model.path)
         geometry = check_model(config, read_model_config(folder))
         instance = config.instance
-        memory = (instance.kv_memory_gib or CPU_KV_GIB) * GIB
-        pool = size_pool(geometry, instance, memory)
+        pool: KVGeometry | None = None  # on a GPU the workers size it, unless it is given
+        if instance.device != "cuda" or instance.kv_memory_gib is not None:
+            pool = size_pool(geometry, instance, (instance.kv_memory_gib or CPU_KV_GIB) * GIB)
         self._progress(f"starting {instance.num_workers} workers for {self._name}")
 
         from conflux_ray.cluster.workers import RayWorkerGroup
         from conflux_ray.execution.worker import WorkerSpec
         from conflux_ray.transport import InstanceEndpoint
+        from conflux_ray.vllm_compat.graphs import LARGEST_GRAPH, graph_sizes
         from conflux_ray.vllm_compat.loader import ModelArgs
 
         spec = WorkerSpec(
@@ -79,25 +82,31 @@ class Instance:
                 max_model_len=geometry.max_model_len,
                 load_format=config.model.load_format,
                 tensor_parallel=instance.tensor_parallel,
-                block_size=instance.block_size,
+                block_size=instance.block_tokens,
                 trust_remote_code=config.model.trust_remote_code,
             ),
             rank=0,
             world_size=instance.num_workers,
-            num_blocks=pool.num_blocks,
-            block_size=instance.block_size,
+            num_blocks=pool.num_blocks if pool is not None else 0,
+            block_size=instance.block_tokens,
             init_method="",
-            device="cpu",
+            device=instance.device,
             threads=instance.cpu_threads,
+            gpu_memory_utilization=instance.gpu_memory_utilization,
+            max_prefill_tokens=config.scheduler.max_prefill_tokens,
+            max_num_seqs=instance.max_num_seqs,
+            graph_sizes=graph_sizes(LARGEST_GRAPH) if instance.device == "cuda" and instance.cuda_graphs else (),
         )
         self._workers = RayWorkerGroup(
             spec, ray.util.get_current_placement_group(), instance.start_timeout_s, self._progress
         )
+        if pool is None:
+            pool = KVGeometry(instance.block_tokens, instance.sp_degree, self._workers.num_blocks)
         self._engine = Engine(
             pool,
             instance.sp_degree,
             instance.tensor_parallel,
-            make_policy(config, geometry, "cpu"),
+            make_policy(config, geometry, instance.device),
             geometry.max_model_len,
         )
         self._loop = IterationLoop(self._engine, self._workers, instance.iteration_timeout_s)
@@ -128,7 +137,7 @@ class Instance:
         self._heart = threading.Thread(target=self._beat, name="conflux-heartbeat", daemon=True)
         self._heart.start()
         self._progress(
-            f"ready: {pool.num_blocks} KV blocks of {instance.block_size} tokens on each of {instance.sp_degree} ranks,"
+            f"ready: {pool.num_blocks} KV blocks of {pool.block_size} tokens on each of {instance.sp_degree} ranks,"
             f" max_model_len {geometry.max_model_len}"
         )
 

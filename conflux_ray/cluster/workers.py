@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from conflux_ray.execution.loop import WorkerLostError
 from conflux_ray.execution.plan import IterationPlan, WorkerResult
 from conflux_ray.execution.worker import WorkerSpec
 from conflux_ray.logs import configure as configure_logs
-from conflux_ray.vllm_compat.plugin import PLATFORM_VARIABLE
+from conflux_ray.vllm_compat.plugin import GRAPHS_VARIABLE, PLATFORM_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +32,29 @@ _STOP_SECONDS = 5.0
 class WorkerActor:
     """One worker process under Ray."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self) -> None:
         configure_logs()
+        self._worker: Any = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def gpus(self) -> list[str]:
+        """The GPUs that Ray gave this worker, as CUDA_VISIBLE_DEVICES names them."""
+        return [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
+
+    def start(self, spec: WorkerSpec, gpus: Sequence[str]) -> int:
+        """Load the model; returns the blocks of the KV pool.
+
+        Args:
+            spec: of this worker; its `local_rank` is an index into `gpus`.
+            gpus: of all workers of the instance: one that reads another's memory must see its GPU.
+        """
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         from conflux_ray.execution.worker import Worker
 
         self._worker = Worker(spec)
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        return self._worker.num_blocks
 
     def connect(self, plans: Any) -> Any:
         """Subscribe to the plans and start the loop; returns the handle of this worker's results."""
@@ -82,12 +99,19 @@ class RayWorkerGroup:
         self._ends: list[ray.ObjectRef] = []
         self._channel: PlanChannel | None = None
         try:
-            for rank in range(spec.world_size):
-                self._actors.append(self._start(replace(spec, rank=rank, init_method=init_method), group))
-            progress(f"{spec.world_size} worker processes asked for")
+            deadline = time.monotonic() + timeout
+            self._actors = [self._create(spec, rank, group) for rank in range(spec.world_size)]
+            gpus = [gpu for own in self._get([a.gpus.remote() for a in self._actors], deadline) for gpu in own]
+            progress("worker processes are up" + (f" on GPUs {', '.join(gpus)}" if gpus else ""))
+            specs = [
+                replace(spec, rank=rank, local_rank=rank if gpus else 0, init_method=init_method)
+                for rank in range(spec.world_size)
+            ]
+            started = [a.start.remote(own, gpus) for a, own in zip(self._actors, specs, strict=True)]
+            self.num_blocks: int = self._get(started, deadline)[0]  # of the KV pool, the same on all
+            progress("weights loaded")
             self._channel = PlanChannel(spec.world_size, self._check_alive, spin=0.0 if spec.device == "cpu" else 1.0)
-            handles = self._get([a.connect.remote(self._channel.handle) for a in self._actors], timeout)
-            progress("weights loaded, workers connected to each other")
+            handles = self._get([a.connect.remote(self._channel.handle) for a in self._actors], deadline)
             self._ends = [a.wait.remote() for a in self._actors]
             self._channel.open(handles)
             self._forget_rendezvous()  # all have met: whatever ends this process later, no file is left behind
@@ -132,27 +156,32 @@ class RayWorkerGroup:
     def _forget_rendezvous(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _start(self, spec: WorkerSpec, group: PlacementGroup | None) -> Any:
+    def _create(self, spec: WorkerSpec, rank: int, group: PlacementGroup | None) -> Any:
         cpu = spec.device == "cpu"
         options: dict[str, Any] = {"max_restarts": 0, "max_concurrency": 2}
         if group is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=1 + spec.rank
+                group, placement_group_bundle_index=1 + rank
             )
-            bundle = group.bundle_specs[1 + spec.rank]
+            bundle = group.bundle_specs[1 + rank]
             options["num_cpus"] = bundle.get("CPU", 0)
             options["num_gpus"] = bundle.get("GPU", 0)
-        environment = {PLATFORM_VARIABLE: "cpu" if cpu else "", "OMP_NUM_THREADS": str(spec.threads)}
+        # What vLLM reads when it is imported.
+        environment = {
+            PLATFORM_VARIABLE: "cpu" if cpu else "",
+            GRAPHS_VARIABLE: "1" if spec.graph_sizes else "0",
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+            "OMP_NUM_THREADS": str(spec.threads),
+        }
         options["runtime_env"] = {"env_vars": environment}
-        return ray.remote(WorkerActor).options(**options).remote(spec)
+        return ray.remote(WorkerActor).options(**options).remote()
 
-    def _get(self, refs: list[ray.ObjectRef], timeout: float) -> list[Any]:
-        deadline = time.monotonic() + timeout
+    def _get(self, refs: list[ray.ObjectRef], deadline: float) -> list[Any]:
         pending = list(refs)
         while pending:
             ready, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise WorkerLostError(f"{len(pending)} workers did not start within {timeout:.0f} s")
+                raise WorkerLostError(f"{len(pending)} workers did not start in time")
             for ref in ready:
                 try:
                     ray.get(ref)

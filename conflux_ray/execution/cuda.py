@@ -17,11 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from conflux_ray.config import PREFILL_PAGE
 from conflux_ray.execution import kernels
 from conflux_ray.execution.device import Device, Event, Sequences
-
-SMALLEST_PAGE = 128
-"""Tokens of a prefill page below which FlashAttention 3 leaves its fast path (6-15 % of prefill attention)."""
 
 _HOPPER = 9
 _ALIGNMENT = 64  # bytes between arrays of one upload
@@ -150,11 +148,11 @@ class CudaDevice(Device):
         self.flash_attention = flash_attention
         if flash_attention:
             require_flash_attention(index)
-            if prefill_page < SMALLEST_PAGE:
+            if prefill_page < PREFILL_PAGE:
                 raise ValueError(
-                    f"block_size x SP degree = {prefill_page} tokens is a prefill page below {SMALLEST_PAGE}, which "
+                    f"block_size x SP degree = {prefill_page} tokens is a prefill page below {PREFILL_PAGE}, which "
                     "keeps FlashAttention 3 off its fast path: raise block_size "
-                    f"{-(-SMALLEST_PAGE // prefill_page)}-fold"
+                    f"{-(-PREFILL_PAGE // prefill_page)}-fold"
                 )
         torch.cuda.set_device(self.torch_device)
         self._main = torch.cuda.Stream()

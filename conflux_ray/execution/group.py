@@ -6,6 +6,7 @@ The cluster starts workers as Ray actors instead (`conflux_ray.cluster`); both s
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from conflux_ray.execution.plan import IterationPlan, WorkerError, WorkerResult,
 from conflux_ray.execution.worker import STOP, Worker, WorkerSpec
 from conflux_ray.vllm_compat.channel import Reader, Writer
 from conflux_ray.vllm_compat.loader import ModelShape
+from conflux_ray.vllm_compat.plugin import GRAPHS_VARIABLE
 
 _STOP_SECONDS = 10.0
 
@@ -103,6 +105,7 @@ class LocalWorkerGroup:
         else:
             # A process forked from one that has looked for a GPU cannot use it, and importing vLLM looks.
             context = multiprocessing.get_context("spawn")
+            os.environ[GRAPHS_VARIABLE] = "1" if spec.graph_sizes else "0"
         self._directory = tempfile.TemporaryDirectory(prefix="conflux-")
         init_method = f"file://{Path(self._directory.name) / 'rendezvous'}"
         self._processes: list[BaseProcess] = []

@@ -46,6 +46,7 @@ class RunnerLimits:
     max_prefill_tokens: int = 2048  # of one iteration, all ranks together
     max_num_seqs: int = 128  # resident decodes of one logical rank
     gpu_memory_utilization: float = 0.9  # share of the device's memory for everything
+    graph_sizes: tuple[int, ...] = ()  # numbers of tokens at which the linear regions are captured as CUDA graphs
 
 
 class RunningIteration:
@@ -122,6 +123,8 @@ class ModelRunner:
         limits = limits or RunnerLimits()
         if device.compiles or not num_blocks:
             self.warm_up(limits)
+        if limits.graph_sizes:  # before the pool is sized: graphs take memory too
+            model.capture(limits.graph_sizes)
         self._use(self._make_pool(num_blocks or self._size_pool(limits.gpu_memory_utilization)))
 
     @torch.inference_mode()
@@ -284,21 +287,20 @@ class ModelRunner:
         upload = self.device.upload
         sampling = self._prepare_sampling(batch) if batch.sample_ids else None
         decode_slots = upload(np.array([self._residents[a].slot for a in batch.decode_ids], np.int64))
-        shard_tokens, positions = upload(batch.shard_tokens), upload(batch.positions)
+        shard_tokens, own_positions = upload(batch.shard_tokens), upload(batch.positions)
         step = self._build_step(batch, plan)
         step.arrivals = self.transitions.arrivals(batch.decode_ids, len(self._layers))
         self.attention.plan(step)
-        input_ids = torch.cat([self._last_tokens[decode_slots], shard_tokens])
-        padded = max(batch.num_tokens, 1)  # a rank with nothing of its own still runs every layer's collectives
-        if padded > batch.num_tokens:
-            input_ids, positions = input_ids.new_zeros(padded), positions.new_zeros(padded)
+        n_d, n = batch.num_decodes, batch.num_tokens
+        input_ids, positions = self.model.inputs(n)
+        torch.index_select(self._last_tokens, 0, decode_slots, out=input_ids[:n_d])
+        input_ids[n_d:n] = shard_tokens
+        positions[:n] = own_positions
 
         def attend(
             layer_name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
         ) -> None:
             layer = self._layers[layer_name]
-            if padded > batch.num_tokens:
-                output.zero_()
             self.attention(step, layer, query, key, value, output)
             if handoff is not None:
                 self.transitions.after_layer(handoff, layer)

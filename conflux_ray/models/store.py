@@ -10,12 +10,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-from conflux_ray.models import smollm2, tiny
+from conflux_ray.models import shapes, smollm2, tiny
 
 SMOLLM2 = "smollm2-135m-instruct"
 SMOLLM2_12_6 = "smollm2-135m-instruct-12-6"
 SMOLLM2_12_12 = "smollm2-135m-instruct-12-12"
-NAMES = (SMOLLM2, SMOLLM2_12_6, SMOLLM2_12_12, *(f"tiny-{architecture}" for architecture in tiny.ARCHITECTURES))
+NAMES = (
+    SMOLLM2,
+    SMOLLM2_12_6,
+    SMOLLM2_12_12,
+    *(f"tiny-{architecture}" for architecture in tiny.ARCHITECTURES),
+    *shapes.SHAPES,
+)
 
 
 def root() -> Path:
@@ -32,7 +38,8 @@ def root() -> Path:
 def model_dir(name: str, **shape: Any) -> Path:
     """Return the folder of the model `name`, building it first if need be.
 
-    SmolLM2 takes a download of 93 MB and some tens of seconds the first time, a tiny model takes milliseconds.
+    SmolLM2 takes a download of 93 MB and some tens of seconds the first time, a tiny model takes milliseconds. A
+    `-shape` has no weights: serve it with `load_format: dummy`.
 
     Args:
         name: One of `NAMES`.
@@ -49,6 +56,8 @@ def model_dir(name: str, **shape: Any) -> Path:
         return tiny.write(root() / model.name, model)
     if shape:
         raise ValueError(f"{name} has one shape, it does not take {', '.join(shape)}")
+    if name in shapes.SHAPES:
+        return shapes.write(root() / name, name)
     original = smollm2.fetch(root() / SMOLLM2)
     if name == SMOLLM2:
         return original

@@ -192,7 +192,7 @@ def write(dest: Path, model: TinyModel, tokenizer_from: Path | None = None) -> P
 
         config = model.config()
         if tokenizer_from is None:
-            _write_byte_tokenizer(folder, model.vocab_size)
+            write_byte_tokenizer(folder, model.vocab_size)
         else:
             copy_tokenizer(tokenizer_from, folder)
             config |= _special_ids(tokenizer_from)
@@ -223,7 +223,8 @@ def write(dest: Path, model: TinyModel, tokenizer_from: Path | None = None) -> P
     return build_once(dest, json.dumps(recipe, sort_keys=True), build)
 
 
-def _write_byte_tokenizer(folder: Path, vocab_size: int) -> None:
+def write_byte_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Write a byte-level tokenizer of `vocab_size` tokens and a chat template into a model folder."""
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
 

@@ -49,7 +49,8 @@ class Settings:
         sp_degree: N.
         tensor_parallel: base TP.
         dtype: of weights and KV.
-        block_size: tokens of a KV block.
+        load_format: "dummy" for random weights.
+        block_size: tokens of a KV block; None as the server chooses.
         threads: of each worker, on the CPU.
         max_tokens: prefill tokens of an iteration.
         max_batch: decodes of a rank.
@@ -64,7 +65,8 @@ class Settings:
     sp_degree: int = 1
     tensor_parallel: int = 1
     dtype: str = "auto"
-    block_size: int = 16
+    load_format: str = "auto"
+    block_size: int | None = None
     threads: int = 1
     max_tokens: int = 10240
     max_batch: int = 128
@@ -145,7 +147,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--sp-degree", type=int, default=default.sp_degree, help="N, logical ranks")
     add("--tensor-parallel", type=int, default=default.tensor_parallel, help="devices of a logical rank")
     add("--dtype", default=default.dtype)
-    add("--block-size", type=int, default=default.block_size, help="tokens")
+    add("--load-format", choices=("auto", "safetensors", "dummy"), default=default.load_format)
+    add("--block-size", type=int, default=default.block_size, help="tokens (default: as the server chooses)")
     add("--threads", type=int, default=default.threads, help="of each worker, on the CPU")
     add("--max-tokens", type=int, default=default.max_tokens, help="most prefill tokens of an iteration")
     add("--max-batch", type=int, default=default.max_batch, help="most decodes of a rank")
@@ -160,7 +163,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if not options.evaluate and not options.model:
         parser.error("--model is needed, or --evaluate")
     for name in ("batches", "iterations", "repeats", "density", "threads", "block_size", "sp_degree"):
-        if getattr(options, name) < 1:
+        if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     return options
 
@@ -239,7 +242,8 @@ def _measure(settings: Settings, cases: Sequence[Case], samples: SampleFile, opt
     from conflux_ray.profiling.plans import TableLayout
 
     with _workers(settings, folder, geometry) as group:
-        measure = WorkerMeasure(group, TableLayout(group.num_blocks, settings.block_size, settings.sp_degree))
+        block_size = settings.config.instance.block_tokens
+        measure = WorkerMeasure(group, TableLayout(group.num_blocks, block_size, settings.sp_degree))
         warm_up(cases, measure)
         run_rounds(cases, measure, samples, options.repeats, settings.seed, 60 * options.minutes)
     return geometry.num_layers
@@ -256,31 +260,35 @@ def _workers(settings: Settings, folder: str, geometry: ModelGeometry) -> Iterat
     from conflux_ray.execution.group import LocalWorkerGroup
     from conflux_ray.execution.worker import WorkerSpec
     from conflux_ray.profiling.runner import RUNNER
+    from conflux_ray.vllm_compat.graphs import LARGEST_GRAPH, graph_sizes
     from conflux_ray.vllm_compat.loader import ModelArgs
 
     length = settings.ranges.max_length + 1
+    instance = settings.config.instance
     blocks = max(
-        2 * KVGeometry(settings.block_size, settings.sp_degree, 2).min_blocks(length),
-        int(CPU_KV_GIB * GIB // block_bytes(geometry, settings.config.instance)),
+        2 * KVGeometry(instance.block_tokens, settings.sp_degree, 2).min_blocks(length),
+        int(CPU_KV_GIB * GIB // block_bytes(geometry, instance)),
     )
     spec = WorkerSpec(
         ModelArgs(
             folder,
             settings.dtype,
             length,
+            load_format=settings.load_format,
             tensor_parallel=settings.tensor_parallel,
-            block_size=settings.block_size,
+            block_size=instance.block_tokens,
         ),
         rank=0,
         world_size=settings.sp_degree * settings.tensor_parallel,
         num_blocks=blocks if settings.device == "cpu" else 0,
-        block_size=settings.block_size,
+        block_size=instance.block_tokens,
         init_method="",
         device=settings.device,
         threads=settings.threads,
         runner=RUNNER,
         max_prefill_tokens=settings.max_tokens,
         max_num_seqs=settings.max_batch,
+        graph_sizes=graph_sizes(LARGEST_GRAPH) if settings.device == "cuda" else (),
     )
     group = LocalWorkerGroup(spec)
     try:

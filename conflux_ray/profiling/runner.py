@@ -119,12 +119,11 @@ class ProfilingRunner(ModelRunner):
 
     def _linear(self, plan: IterationPlan) -> Callable[[], None]:
         batch = self.build_batch(plan)
-        padding = max(batch.num_tokens, 1) - batch.num_tokens
-        positions = self.device.upload(batch.positions)
+        input_ids, positions = self.model.inputs(batch.num_tokens)
+        own_positions = self.device.upload(batch.positions)
         self.device.commit()
-        if padding:
-            positions = positions.new_zeros(padding)
-        input_ids = torch.zeros_like(positions)
+        input_ids.zero_()
+        positions[: batch.num_tokens] = own_positions
 
         def work() -> None:
             self.model.forward(input_ids, positions, None)

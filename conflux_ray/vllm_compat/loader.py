@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +23,7 @@ from vllm.v1.worker.workspace import init_workspace_manager
 
 from conflux_ray.vllm_compat.backend import Attend, XPAttentionBackend
 from conflux_ray.vllm_compat.channel import unname
+from conflux_ray.vllm_compat.graphs import ForwardGraphs
 from conflux_ray.vllm_compat.version import require_version
 
 
@@ -66,7 +69,8 @@ def make_config(args: ModelArgs) -> VllmConfig:
         seed=args.seed,
         distributed_executor_backend="external_launcher",
         attention_backend="CUSTOM",
-        enforce_eager=True,
+        enforce_eager=True,  # graphs are captured here, not by vLLM's runner
+        use_tqdm_on_load=False,
         enable_prefix_caching=False,
         disable_log_stats=True,
     ).create_engine_config()
@@ -115,6 +119,7 @@ class LoadedModel:
         self.layer_names = sorted(
             self.config.compilation_config.static_forward_context, key=lambda name: _layer_index(name)
         )
+        self._graphs: ForwardGraphs | None = None
         self.scale: float = self.config.compilation_config.static_forward_context[self.layer_names[0]].impl.scale
 
     def new_sp_group(self, backend: str) -> torch.distributed.ProcessGroup:
@@ -134,9 +139,40 @@ class LoadedModel:
         torch.distributed.all_reduce(smallest, torch.distributed.ReduceOp.MIN, group=get_world_group().cpu_group)
         return int(smallest)
 
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Capture the shared linear regions as CUDA graphs at these numbers of tokens. All workers call it together.
+
+        Raises:
+            RuntimeError: see `ForwardGraphs`.
+        """
+        hidden_size, dtype = self.config.model_config.get_hidden_size(), self.shape.dtype
+        self._graphs = ForwardGraphs(self.model, self.config, self.device, sizes, hidden_size, dtype)
+        self._graphs.capture()
+
+    def inputs(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Input ids and positions for `forward`, to be written: `num_tokens` rows, and perhaps padding after them.
+
+        There is one row at least, since a rank without tokens still runs every layer's collectives.
+        """
+        graphs = self._graphs
+        if graphs is not None and num_tokens <= graphs.sizes[-1]:
+            return graphs.inputs(graphs.sizes[bisect_left(graphs.sizes, num_tokens)])
+        input_ids = torch.zeros(max(num_tokens, 1), dtype=torch.int64, device=self.device)
+        return input_ids, torch.zeros_like(input_ids)
+
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend | None) -> torch.Tensor:
-        """Hidden states (tokens, hidden) before the language-model head; attention goes to `attend`."""
+        """Hidden states (rows, hidden) before the language-model head; attention goes to `attend`.
+
+        Args:
+            input_ids, positions: from `inputs`.
+            attend: attention of each layer; None leaves it out.
+
+        Returns:
+            Valid until the next call.
+        """
+        if self._graphs is not None and input_ids.shape[0] <= self._graphs.sizes[-1]:
+            return self._graphs.replay(input_ids.shape[0], attend)
         with set_forward_context(
             attend, self.config, num_tokens=input_ids.shape[0], cudagraph_runtime_mode=CUDAGraphMode.NONE
         ):

@@ -7,6 +7,8 @@ CPU workers do without; GPU workers must not see this plugin, so nothing but the
 import os
 
 PLATFORM_VARIABLE = "CONFLUX_VLLM_PLATFORM"
+GRAPHS_VARIABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
+"""vLLM's: set it to 1 where `graphs` is to capture, before vLLM is imported."""
 
 
 def activate() -> str | None:

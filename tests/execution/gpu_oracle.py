@@ -32,6 +32,7 @@ from conflux_ray.execution.worker import WorkerSpec
 from conflux_ray.kv import KVGeometry
 from conflux_ray.models import store
 from conflux_ray.models.reference import Reference
+from conflux_ray.vllm_compat.graphs import graph_sizes
 from conflux_ray.vllm_compat.loader import ModelArgs
 from tests.execution.oracle import OracleMismatchError, Schedule, run_schedule
 
@@ -126,6 +127,7 @@ def main() -> int:
     parser.add_argument("--block-size", type=int, help="tokens; default: 4 in float32, 128 / n in bfloat16")
     parser.add_argument("--size-pool", action="store_true", help="let the GPU's memory size the KV pool")
     parser.add_argument("--delay", type=float, default=0.0, help="most seconds injected before side-stream work")
+    parser.add_argument("--graphs", type=int, default=0, help="capture the linear regions up to this many tokens")
     parser.add_argument("--runner", help="module:class of a runner with a planted bug (tests.execution.faults)")
     parser.add_argument("--threads", type=int, default=8, help="of the reference")
     args = parser.parse_args()
@@ -150,6 +152,7 @@ def main() -> int:
             transfer_delay=(0.0, args.delay),
             max_prefill_tokens=512,
             max_num_seqs=16,
+            graph_sizes=graph_sizes(args.graphs) if args.graphs else (),
             **options,
         )
     )

@@ -1,0 +1,110 @@
+"""CUDA graphs of a model's shared linear regions, by vLLM's breakable capture.
+
+One capture of a forward pass is a list of graphs, one for each region between two attention layers, with the
+attention calls between them. A replay runs the graphs as they are and the attention of the iteration at hand, eagerly:
+it writes into the buffers that the next graph reads. Attention may thus differ in every iteration while each linear
+region costs one launch.
+
+vLLM wraps its attention layer for this only where `GRAPHS_VARIABLE` is set before it is imported.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+
+import torch
+from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture, is_breakable_cudagraph_enabled
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.distributed.parallel_state import graph_capture
+from vllm.forward_context import set_forward_context
+
+from conflux_ray.vllm_compat.backend import Attend
+from conflux_ray.vllm_compat.plugin import GRAPHS_VARIABLE
+
+LARGEST_GRAPH = 512
+"""Tokens beyond which a linear region keeps the GPU busy longer than its launches take the host."""
+
+
+class ForwardGraphs:
+    """The forward pass at a few numbers of tokens; a batch is padded to the next one.
+
+    Args:
+        model: takes `input_ids` and `positions`.
+        config: vLLM's.
+        device: a CUDA device.
+        sizes: numbers of tokens, ascending.
+        hidden_size: of the model's output.
+        dtype: likewise.
+
+    Raises:
+        RuntimeError: `GRAPHS_VARIABLE` was not set when vLLM was imported.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., torch.Tensor],
+        config: VllmConfig,
+        device: torch.device,
+        sizes: Sequence[int],
+        hidden_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        if not is_breakable_cudagraph_enabled():
+            raise RuntimeError(f"CUDA graphs need {GRAPHS_VARIABLE}=1 in the worker's environment from its start")
+        self._model = model
+        self._config = config
+        self._device = device
+        self.sizes = tuple(sizes)
+        # What graphs read and write has one address for ever. All sizes share it, each takes the first rows.
+        self._input_ids = torch.zeros(self.sizes[-1], dtype=torch.int64, device=device)
+        self._positions = torch.zeros_like(self._input_ids)
+        self._hidden = torch.empty(self.sizes[-1], hidden_size, dtype=dtype, device=device)
+        self._captures: dict[int, BreakableCUDAGraphCapture] = {}
+
+    def inputs(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Input ids and positions of `size` tokens, to be written before `replay`."""
+        return self._input_ids[:size], self._positions[:size]
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture every size. All workers call it together: base TP registers its buffers with the others.
+
+        Attention is left out meanwhile. The largest size goes first, so that the others fit into its memory.
+        """
+        pool = torch.cuda.graph_pool_handle()
+        gc.collect()
+        gc.freeze()  # the collector's work would be half of a capture
+        with graph_capture(self._device):
+            for size in reversed(self.sizes):
+                self._run(size)  # what a kernel sets up on first use must not be captured
+                capture = BreakableCUDAGraphCapture(pool)
+                with (
+                    set_forward_context(
+                        None, self._config, num_tokens=size, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE
+                    ),
+                    capture,
+                ):
+                    self._run_model(size)
+                self._captures[size] = capture
+        gc.unfreeze()
+
+    def replay(self, size: int, attend: Attend | None) -> torch.Tensor:
+        """Hidden states (size, hidden) of what `inputs` holds; valid until the next replay."""
+        with set_forward_context(attend, self._config, num_tokens=size, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE):
+            self._captures[size].replay()
+        return self._hidden[:size]
+
+    def _run(self, size: int) -> None:
+        with set_forward_context(None, self._config, num_tokens=size, cudagraph_runtime_mode=CUDAGraphMode.NONE):
+            self._run_model(size)
+
+    def _run_model(self, size: int) -> None:
+        input_ids, positions = self.inputs(size)
+        self._hidden[:size].copy_(self._model(input_ids=input_ids, positions=positions))
+
+
+def graph_sizes(largest: int) -> tuple[int, ...]:
+    """Numbers of tokens to capture up to `largest`: steps of 8, then of 16 and 32, so that little is padded."""
+    steps = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, largest + 1, 32)]
+    return tuple(size for size in steps if size <= largest)
