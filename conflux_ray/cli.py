@@ -39,6 +39,7 @@ COMMANDS = (
     Command("profile", "conflux_ray.profiling.command:main", "measure a latency profile of this machine, or check one"),
     Command("models", "conflux_ray.models.__main__:main", "write one of the package's models into a folder"),
     Command("bench scheduler", "conflux_ray.bench.scheduler:main", "what one scheduling step costs"),
+    Command("bench gpu", "conflux_ray.bench.gpu:main", "how near an iteration comes to its own lower bound"),
     Command("bench stack", "conflux_ray.bench.stack:main", "what HTTP and Ray Serve add to an instance's delays"),
 )
 

@@ -185,6 +185,17 @@ class CudaDevice(Device):
         end.synchronize()
         return start.elapsed_time(end) / 1e3
 
+    def repeatable(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()  # what a kernel sets up on first use must not be captured
+        self.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()
+        return graph.replay
+
     def kv_budget(self, utilization: float) -> int:
         self.synchronize()
         peak = torch.cuda.max_memory_allocated()

@@ -105,6 +105,14 @@ class Device(ABC):
     def elapsed(self, start: Any, end: Any) -> float:
         """Seconds between two marks that are both reached."""
 
+    def repeatable(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Work on `main` in a form that costs the host next to nothing to enqueue, where the device has one.
+
+        Args:
+            work: always does the same with the same memory.
+        """
+        return work
+
     @abstractmethod
     def kv_budget(self, utilization: float) -> int:
         """Bytes for the KV pool: a share of the device's memory, less what is in use and what the warm-up's peak took.

@@ -103,7 +103,11 @@ class Settings:
     def profile_cases(self) -> list[Case]:
         """Everything a profile is fitted to."""
         whole = iteration_cases(self.ranges, self.iterations, self.seed, HELD_OUT)
-        return component_cases(self.ranges, self.density) + whole
+        parts = component_cases(self.ranges, self.density)
+        if self.device == "cuda":
+            # Run-ahead hides the host behind the GPU: what is left of it shows in whole iterations alone.
+            parts = [case for case in parts if case.part != "host"]
+        return parts + whole
 
     def evaluation_cases(self, batches: int) -> list[Case]:
         """Other random batches than the profile's."""
@@ -224,7 +228,22 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _measure(settings: Settings, cases: Sequence[Case], samples: SampleFile, options: argparse.Namespace) -> int:
-    """Measure what is left; returns the number of layers."""
+    """Measure what is missing; returns the model's layers."""
+    _, geometry = _model(settings)
+    if all((case.name, number) in samples for case in cases for number in range(options.repeats)):
+        return geometry.num_layers
+    with workers(settings) as (group, layout):
+        # Imported here: it imports torch and vLLM, which takes seconds and wants its environment first.
+        from conflux_ray.profiling.measure import WorkerMeasure, run_rounds, warm_up
+
+        measure = WorkerMeasure(group, layout, steady=settings.device == "cuda")
+        warm_up(cases, measure)
+        run_rounds(cases, measure, samples, options.repeats, settings.seed, 60 * options.minutes)
+    return geometry.num_layers
+
+
+def _model(settings: Settings) -> tuple[str, ModelGeometry]:
+    """The model's folder and shape; raises ValueError if it is too short for the settings."""
     folder = resolve_model(settings.model)
     config = read_model_config(folder)
     positions = config.get("max_position_embeddings")
@@ -234,24 +253,20 @@ def _measure(settings: Settings, cases: Sequence[Case], samples: SampleFile, opt
             f"max_tokens={settings.max_tokens} after max_context={settings.max_context} needs {needed} positions, "
             f"{settings.model} has {positions}; lower them"
         )
-    geometry = check_model(settings.config, config)
-    if all((case.name, number) in samples for case in cases for number in range(options.repeats)):
-        return geometry.num_layers
-    # Imported here: they import torch and vLLM, which takes seconds and wants its environment first.
-    from conflux_ray.profiling.measure import WorkerMeasure, run_rounds, warm_up
-    from conflux_ray.profiling.plans import TableLayout
-
-    with _workers(settings, folder, geometry) as group:
-        block_size = settings.config.instance.block_tokens
-        measure = WorkerMeasure(group, TableLayout(group.num_blocks, block_size, settings.sp_degree))
-        warm_up(cases, measure)
-        run_rounds(cases, measure, samples, options.repeats, settings.seed, 60 * options.minutes)
-    return geometry.num_layers
+    return folder, check_model(settings.config, config)
 
 
 @contextmanager
-def _workers(settings: Settings, folder: str, geometry: ModelGeometry) -> Iterator[Any]:
-    """Workers with the KV pool of an instance: on a GPU all its memory, or the longest sequence twice."""
+def workers(settings: Settings) -> Iterator[tuple[Any, Any]]:
+    """Workers that time parts of iterations, with the KV pool of an instance, and the layout of their block tables.
+
+    On a GPU the pool takes all its memory, on the CPU it holds the longest sequence twice.
+
+    Raises:
+        ConfigError: the model does not fit the instance.
+        ValueError: it is too short for the settings.
+    """
+    folder, geometry = _model(settings)
     if settings.device == "cpu":
         from conflux_ray.vllm_compat.plugin import use_cpu_platform
 
@@ -259,6 +274,7 @@ def _workers(settings: Settings, folder: str, geometry: ModelGeometry) -> Iterat
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from conflux_ray.execution.group import LocalWorkerGroup
     from conflux_ray.execution.worker import WorkerSpec
+    from conflux_ray.profiling.plans import TableLayout
     from conflux_ray.profiling.runner import RUNNER
     from conflux_ray.vllm_compat.graphs import LARGEST_GRAPH, graph_sizes
     from conflux_ray.vllm_compat.loader import ModelArgs
@@ -292,7 +308,7 @@ def _workers(settings: Settings, folder: str, geometry: ModelGeometry) -> Iterat
     )
     group = LocalWorkerGroup(spec)
     try:
-        yield group
+        yield group, TableLayout(group.num_blocks, instance.block_tokens, settings.sp_degree)
     except BaseException:
         group.kill()
         raise

@@ -14,6 +14,7 @@ from typing import Protocol
 from tqdm import tqdm
 
 from conflux_ray.execution.loop import Workers
+from conflux_ray.execution.plan import IterationPlan
 from conflux_ray.planning.fitting import ComponentRow, IterationRow, Row
 from conflux_ray.profiling.batches import Case
 from conflux_ray.profiling.plans import TableLayout, make_plans
@@ -35,21 +36,28 @@ class WorkerMeasure:
     Args:
         workers: of one instance.
         layout: of their KV pools.
+        steady: measure a whole iteration as it runs behind another one, with the host's part hidden as far as it can
+            be; a device that works on its own while the host enqueues would otherwise wait for it.
     """
 
-    def __init__(self, workers: Workers, layout: TableLayout) -> None:
+    def __init__(self, workers: Workers, layout: TableLayout, steady: bool = False) -> None:
         self._workers = workers
         self._layout = layout
+        self._steady = steady
 
     def __call__(self, case: Case) -> float:
         """Seconds that the slowest worker takes."""
         plans = make_plans(case, self._layout)
         self._run(plans.setup)
+        if self._steady and not case.part:
+            return self._run(plans.numbered(1), plans.numbered(2))
         return self._run(plans.numbered(1))
 
-    def _run(self, plan) -> float:
-        self._workers.broadcast(plan)
-        return max(result.elapsed for result in self._workers.collect(TIMEOUT))
+    def _run(self, *iterations: IterationPlan) -> float:
+        """Seconds of the last of some iterations that are issued together."""
+        for plan in iterations:
+            self._workers.broadcast(plan)
+        return [max(result.elapsed for result in self._workers.collect(TIMEOUT)) for _ in iterations][-1]
 
 
 def warm_up(cases: Sequence[Case], measure: Measure) -> None:

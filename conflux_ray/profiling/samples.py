@@ -69,6 +69,10 @@ class SampleFile:
             file.write(json.dumps({"case": case, "round": number, "seconds": seconds}) + "\n")
         self._seconds.setdefault(case, {})[number] = seconds
 
+    def of(self, case: str) -> list[float]:
+        """Seconds of a case in every round; raises KeyError if it has none."""
+        return list(self._seconds[case].values())
+
     def median(self, case: str) -> float:
         """Median seconds of a case; raises KeyError if it has no sample."""
         return statistics.median(self._seconds[case].values())
