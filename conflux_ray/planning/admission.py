@@ -10,9 +10,9 @@ Plain lists and `heapq`: at the queue lengths of an instance they are faster tha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heappush, heappushpop
+from heapq import heapify, heappush, heapreplace
 from itertools import accumulate, compress, groupby
-from math import inf
+from math import floor, inf
 from operator import gt
 
 
@@ -25,7 +25,10 @@ def capacity_before(deadlines: Sequence[float], budget: int, now: float, tau: fl
         now: t, seconds.
         tau: the length of an iteration, seconds.
     """
-    return [inf if d == inf else int((d - now) / tau) * budget if d > now else 0 for d in deadlines]
+    try:
+        return [floor((d - now) / tau) * budget if d > now else 0 for d in deadlines]
+    except OverflowError:  # infinity has no floor; asking for it first would cost every finite deadline a comparison
+        return [inf if d == inf else floor((d - now) / tau) * budget if d > now else 0 for d in deadlines]
 
 
 def moore_hodgson(
@@ -54,28 +57,36 @@ def moore_hodgson(
 
 
 def _admit_class(remaining: Sequence[int], capacity: Sequence[float]) -> list[bool]:
-    """Lines 2-9 for requests of one class, in EDF order."""
+    """Lines 2-9 for requests of one class, in EDF order.
+
+    The heap is left alone where its answer is known. When i comes, C <= K holds for those before it, and K_i is no
+    smaller, so if C + m_i > K_i one request goes: the largest in the heap with i, of equal ones the latest. That is i
+    itself unless a request in the heap is larger.
+    """
     count = len(remaining)
-    admitted = [True] * count
     for start, late in enumerate(map(gt, accumulate(remaining), capacity)):  # noqa: B007  the first that is late
         if late:
             break
     else:
-        return admitted
+        return [True] * count
+    admitted = [True] * start + [False] * (count - start)
     total = sum(remaining[:start])
-    # A max-heap on (m_i, i), as one negative integer each.
+    # A max-heap on (m_i, i), as one negative integer each; `largest` is the m_i on its top, 0 if it is empty.
     heap = [-(tokens * count + i) for i, tokens in enumerate(remaining[:start])]
     heapify(heap)
+    largest = -heap[0] // count if heap else 0
     for i in range(start, count):
-        tokens, limit = remaining[i], capacity[i]
-        if tokens > limit:  # larger than all in the heap: it would be popped as soon as it is pushed
-            admitted[i] = False
-            continue
-        total += tokens
-        if total <= limit:
+        tokens = remaining[i]
+        if total + tokens <= capacity[i]:
+            total += tokens
             heappush(heap, -(tokens * count + i))
+            if tokens > largest:
+                largest = tokens
+        elif tokens < largest:
+            total += tokens - largest
+            admitted[-heapreplace(heap, -(tokens * count + i)) % count] = False
+            largest = -heap[0] // count
+        else:
             continue
-        tokens, largest = divmod(-heappushpop(heap, -(tokens * count + i)), count)
-        total -= tokens
-        admitted[largest] = False
+        admitted[i] = True
     return admitted

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import add
+from operator import add, sub
 
 from conflux_ray.planning.latency_model import IterationEstimator, chunk_work
 
@@ -136,17 +136,21 @@ class Assignment:
     """A chunk's assignment A_i, and what A_p would be with it.
 
     Attributes:
-        shard: A_i, tokens on each rank; l_i is their sum.
+        shard: A_i, tokens on each rank.
+        length: l_i, their sum.
         loads: n_r^d + n_r^p with it.
-        shards: n_r^p with it.
+        max_load: the largest n_r^d + n_r^p.
+        max_shard: the largest n_r^p with it.
         work: prefill attention work with it, token pairs.
         incoming: tokens whose KV arrives at each rank, with those of this chunk's request.
         seconds: predicted T_iter with it.
     """
 
     shard: list[int]
+    length: int
     loads: list[int]
-    shards: list[int]
+    max_load: int
+    max_shard: int
     work: float
     incoming: list[float]
     seconds: float
@@ -171,21 +175,24 @@ class Dispatcher:
         self.quantum = quantum
         self.room = max_tokens
         nothing = [0] * len(decode_tokens)
-        alone = estimator.seconds(max(decode_tokens), 0, 0.0)
+        most_decodes = max(decode_tokens)
+        alone = estimator.seconds(most_decodes, 0, 0.0)
+        self._decode_tokens = decode_tokens
         self._fewest_decodes = min(decode_tokens)
         self._free_level = estimator.model.free_level
         self._even_shards = estimator.model.comm.slope > 0
         self._ceiling = math.inf  # a level that no candidate reaches
-        self.commit(Assignment(nothing, list(decode_tokens), nothing, 0.0, [0.0] * len(decode_tokens), alone))
+        no_kv = [0.0] * len(decode_tokens)
+        self.commit(Assignment(nothing, 0, list(decode_tokens), most_decodes, 0, 0.0, no_kv, alone))
 
     def commit(self, assignment: Assignment) -> None:
         """Accept a chunk into A_p (Algorithm 1, line 13)."""
         self.assigned = assignment
-        self.room -= sum(assignment.shard)
+        self.room -= assignment.length
         self._total = sum(assignment.loads)
         self._max_incoming = max(assignment.incoming)
         # Up to here the ranks can be filled at no cost in the shared linear region.
-        self._free = max(self._free_level, *assignment.loads)
+        self._free = max(self._free_level, assignment.max_load)
 
     def capacity(self, level: int) -> int:
         """B(n) = sum_r max(0, n - n_r^d - n_r^p(A_p)), tokens (line 3)."""
@@ -231,27 +238,30 @@ class Dispatcher:
 
     def assign(self, tokens: int, context: int) -> Assignment:
         """WaterfillAssign: `tokens` of a request with `context` computed ones on top of A_p, whatever the latency."""
-        return self.with_shard(self._pour(tokens), context)
+        return self.with_shard(self._pour(tokens), tokens, context)
 
-    def with_shard(self, shard: list[int], context: int, rank: int | None = None, incoming: float = 0.0) -> Assignment:
+    def with_shard(self, shard: list[int], length: int, context: int) -> Assignment:
         """A given cut of a chunk on top of A_p.
 
         Args:
             shard: tokens of the chunk on each rank.
+            length: l_i, their sum.
             context: c_i, tokens.
-            rank: where the request will decode, if it completes.
-            incoming: tokens of its KV that arrive there.
         """
         assigned = self.assigned
-        arriving, most = assigned.incoming, self._max_incoming
-        if rank is not None:
-            arriving = arriving.copy()
-            arriving[rank] += incoming
-            most = max(most, arriving[rank])
-        loads, shards = list(map(add, assigned.loads, shard)), list(map(add, assigned.shards, shard))
-        work = assigned.work + chunk_work(sum(shard), context)
-        seconds = self.estimator.seconds(max(loads), max(shards), work, most)
-        return Assignment(shard, loads, shards, work, arriving, seconds)
+        loads = list(map(add, assigned.loads, shard))
+        load, most = max(loads), max(map(sub, loads, self._decode_tokens))
+        work = assigned.work + chunk_work(length, context)
+        seconds = self.estimator.seconds(load, most, work, self._max_incoming)
+        return Assignment(shard, length, loads, load, most, work, assigned.incoming, seconds)
+
+    def with_arrival(self, chunk: Assignment, rank: int, incoming: float) -> Assignment:
+        """`chunk`, which completes its request, with `incoming` tokens of the request's KV that arrive at `rank`."""
+        arriving = self.assigned.incoming.copy()
+        arriving[rank] += incoming
+        load, most, work = chunk.max_load, chunk.max_shard, chunk.work
+        seconds = self.estimator.seconds(load, most, work, max(self._max_incoming, arriving[rank]))
+        return Assignment(chunk.shard, chunk.length, chunk.loads, load, most, work, arriving, seconds)
 
     def seconds_at(self, level: int, wanted: int, context: int | None) -> float:
         """Predicted T_iter when the candidate's tokens fill the ranks to `level`, `wanted` tokens at most.
@@ -268,20 +278,25 @@ class Dispatcher:
             # Every rank is at the level, so the one with the fewest decodes has the largest shard.
             shard = load - self._fewest_decodes
         else:
-            poured = self._pour(tokens)
-            load, shard = max(map(add, assigned.loads, poured)), max(map(add, assigned.shards, poured))
+            loads = list(map(add, assigned.loads, self._pour(tokens)))
+            load, shard = max(loads), max(map(sub, loads, self._decode_tokens))
         work = assigned.work if context is None else assigned.work + chunk_work(tokens, context)
         return self.estimator.seconds(load, shard, work, self._max_incoming)
 
+    def _level(self, tokens: int) -> int:
+        """`water_level` on the loads of A_p, whose sum and maximum are known."""
+        level = -(-(self._total + tokens) // len(self.assigned.loads))
+        return level if level > self.assigned.max_load else water_level(self.assigned.loads, tokens)
+
     def _level_of(self, tokens: int) -> int:
         """The smallest multiple of q below which `tokens` fit."""
-        return -(-water_level(self.assigned.loads, tokens) // self.quantum) * self.quantum
+        return -(-self._level(tokens) // self.quantum) * self.quantum
 
     def _search(self, beyond: float, wanted: int, context: int | None) -> int:
         """n_target, the largest feasible multiple of q (line 2), below the infeasible level `beyond`."""
         q = self.quantum
         low, high = min(self.assigned.loads) // q, int(beyond) // q
-        if high <= low:
+        if high - low <= 1:
             return low * q
         return q * largest_within(
             lambda k: self.seconds_at(k * q, wanted, context),
@@ -294,11 +309,12 @@ class Dispatcher:
 
     def _pour(self, tokens: int) -> list[int]:
         """Tokens for each rank: water on the loads, or, where that costs nothing, on the shards."""
-        loads, shards = self.assigned.loads, self.assigned.shards
+        loads = self.assigned.loads
         if not tokens:
             return [0] * len(loads)
-        level = water_level(loads, tokens)
+        level = self._level(tokens)
         if level > self._free or not self._even_shards:
             return pour(loads, None, level, tokens)
+        shards = list(map(sub, loads, self._decode_tokens))
         room = [int(min(self._free - load, tokens)) for load in loads]
         return pour(shards, room, capped_level(shards, room, tokens), tokens)

@@ -115,8 +115,11 @@ class KVState:
             return True
         if min(self.free) < request.prefill_blocks:
             return False
-        held = sum(p for p, _ in self.partial_prefills) + request.prefill_blocks
-        largest = max([d for _, d in self.partial_prefills] + [request.decode_blocks])
+        held, largest = request.prefill_blocks, request.decode_blocks
+        for prefill_blocks, decode_blocks in self.partial_prefills:
+            held += prefill_blocks
+            if decode_blocks > largest:
+                largest = decode_blocks
         return held + largest <= self.capacity
 
     def start(self, request: PendingPrefill) -> None:

@@ -326,6 +326,12 @@ class IterationEstimator:
         self._per_token = model.comm.slope
         self._per_pair = model.prefill.slope / model.num_ranks
         self._per_chunk = model.comm.intercept + model.prefill.intercept
+        self._gemm, self._gemm_slope = model.gemm, model.gemm.slope
+        self._last_knot, self._at_last_knot = model.gemm.tokens[-1], model.gemm.seconds[-1]
+        self._all_reduce_slope, self._all_reduce_intercept = model.all_reduce.slope, model.all_reduce.intercept
+        self._transfer_slope, self._transfer_intercept = model.transfer.slope, model.transfer.intercept
+        self._transfer_exposed = model.transfer_exposed
+        self._num_layers = model.num_layers
 
     def prefill_path(self, shard: float, work: float) -> float:
         """T_P (Eq. 6), seconds a layer: `shard` tokens on the rank with most, `work` token pairs over all ranks."""
@@ -366,11 +372,36 @@ class IterationEstimator:
             work: total prefill attention work, token pairs.
             incoming: tokens whose KV arrives at the busiest target.
         """
-        model = self.model
-        layer = model.linear(load) + self.attention(self.prefill_path(shard, work))
+        # `LatencyModel.linear`, `with_transfer`, `prefill_path` and `attention` in one function: called one by one they
+        # take twice the time, and a step asks more than ten times. A test holds both to the last bit.
+        decode = self.decode_path
+        if shard:
+            prefill = self._per_token * shard + self._per_pair * work + self._per_chunk
+            if prefill and decode:
+                attention = prefill + self._serial
+                for beta, slowed_decode in self._overlapped:
+                    slower = beta * prefill
+                    if slower < slowed_decode:
+                        slower = slowed_decode
+                    if slower < attention:
+                        attention = slower
+            else:
+                attention = prefill + decode
+        else:
+            attention = decode
+        if load >= self._last_knot:
+            gemm = self._at_last_knot + self._gemm_slope * (load - self._last_knot)
+        else:
+            gemm = self._gemm(load)
+        layer = attention
+        if load:
+            layer += gemm + (self._all_reduce_slope * load + self._all_reduce_intercept)
         if incoming:
-            layer = model.with_transfer(layer, model.transfer(incoming))
-        return model.num_layers * layer + self.host
+            transfer = self._transfer_slope * incoming + self._transfer_intercept
+            if transfer > layer:
+                layer, transfer = transfer, layer
+            layer += self._transfer_exposed * transfer
+        return self._num_layers * layer + self.host
 
     def transfer_alone(self, incoming: float) -> float:
         """The part of T_iter that no other iteration could avoid if `incoming` tokens arrive in it, seconds."""

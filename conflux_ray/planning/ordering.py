@@ -9,64 +9,62 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, compress
+from itertools import chain, compress, islice
 from math import inf
-from operator import attrgetter, not_
+from operator import lt, not_
+from typing import TypeVar
 
 from conflux_ray.planning.admission import capacity_before, moore_hodgson
 from conflux_ray.planning.interface import PendingPrefill
 
-Column = Sequence[int] | Sequence[float]
+Column = list[int] | list[float]
+T = TypeVar("T")
 
 
 class Queue:
-    """The pending prefills R as columns; a column is built when an order first reads it."""
+    """The pending prefills R as columns; one that not every order reads is built when it is first read.
+
+    Attributes:
+        deadline: d_i, seconds.
+        due: the deadline, or the arrival of a request that has none, seconds: overdue requests go in its order.
+        one_class: whether all requests have the same priority.
+    """
 
     def __init__(self, pending: Sequence[PendingPrefill]) -> None:
         self.pending = pending
+        self.deadline = [request.deadline for request in pending]
+        self.due = self.deadline
+        if not sum(self.deadline) < inf:  # some term is infinite; `max` takes three times as long
+            self.due = [r.arrival if r.deadline == inf else r.deadline for r in pending]
+        self.one_class = len({request.priority for request in pending}) <= 1
 
     @cached_property
     def priority(self) -> list[int]:
-        return list(map(attrgetter("priority"), self.pending))
-
-    @cached_property
-    def one_class(self) -> bool:
-        """Whether all requests have the same priority."""
-        return len(set(self.priority)) <= 1
-
-    @cached_property
-    def deadline(self) -> list[float]:
-        """d_i, seconds."""
-        return list(map(attrgetter("deadline"), self.pending))
+        return [request.priority for request in self.pending]
 
     @cached_property
     def arrival(self) -> list[float]:
         """Seconds."""
-        return list(map(attrgetter("arrival"), self.pending))
+        return [request.arrival for request in self.pending]
 
     @cached_property
     def remaining(self) -> list[int]:
         """m_i, tokens."""
-        return list(map(attrgetter("remaining"), self.pending))
+        return [request.remaining for request in self.pending]
 
-    @cached_property
-    def due(self) -> list[float]:
-        """The deadline, or the arrival of a request that has none, seconds: overdue requests go in its order."""
-        if max(self.deadline) < inf:
-            return self.deadline
-        return [a if d == inf else d for d, a in zip(self.deadline, self.arrival, strict=True)]
-
-    def sort(self, *keys: Column) -> list[int]:
+    def sort(self, *keys: Column) -> Sequence[int]:
         """Indices ordered by priority, then `keys`, the most significant first, equal ones by request id."""
         *more_significant, last = keys
-        order = sorted(range(len(last)), key=last.__getitem__)
-        if len(set(last)) < len(order):
-            order = sorted(order, key=lambda i: (last[i], self.pending[i].request_id))
+        order: Sequence[int] = range(len(last))
+        if not increases(last):
+            order = sorted(order, key=last.__getitem__)
+            if len(set(last)) < len(order):
+                order = sorted(order, key=lambda i: (last[i], self.pending[i].request_id))
         for column in reversed(more_significant):
-            order.sort(key=column.__getitem__)
+            order = sorted(order, key=column.__getitem__)
         return self.by_class(order)
 
-    def by_class(self, order: list[int]) -> list[int]:
+    def by_class(self, order: Sequence[int]) -> Sequence[int]:
         """`order` with priority as the most significant key."""
         return order if self.one_class else sorted(order, key=self.priority.__getitem__)
 
@@ -79,19 +77,29 @@ class Queue:
         return min(overdue, key=lambda i: self.pending[i].request_id)
 
 
+def increases(column: Column) -> bool:
+    """Whether every value is larger than the one before it."""
+    return all(map(lt, column, islice(column, 1, None)))
+
+
+def ordered(column: list[T], order: Sequence[int]) -> list[T]:
+    """The column's values in `order`; the column itself where that is the queue's own."""
+    return column if isinstance(order, range) else [column[i] for i in order]
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """Which requests are tried first.
 
     Args:
         indices: lazily, into the queue: the scheduler stops reading when its budget is used up.
-        rejected: those not expected to meet their deadline.
+        rejected: how many are not expected to meet their deadline.
         overtakes: whether a later arrival may be served before an earlier one for ever, so that waiting requests need
             the starvation bound.
     """
 
     indices: Iterator[int]
-    rejected: Sequence[int] = ()
+    rejected: int = 0
     overtakes: bool = True
 
 
@@ -105,15 +113,15 @@ def slo(queue: Queue, budget: int, now: float, tau: float) -> Order:
         tau: seconds.
     """
     by_deadline = queue.sort(queue.deadline)
-    capacity = capacity_before([queue.deadline[i] for i in by_deadline], budget, now, tau)
-    classes = None if queue.one_class else [queue.priority[i] for i in by_deadline]
-    admitted = moore_hodgson([queue.remaining[i] for i in by_deadline], capacity, classes)
-    rejected = list(compress(by_deadline, map(not_, admitted)))
+    capacity = capacity_before(ordered(queue.deadline, by_deadline), budget, now, tau)
+    classes = None if queue.one_class else ordered(queue.priority, by_deadline)
+    admitted = moore_hodgson(ordered(queue.remaining, by_deadline), capacity, classes)
 
     def shortest_first() -> Iterator[int]:
+        rejected = compress(by_deadline, map(not_, admitted))
         yield from queue.by_class(sorted(rejected, key=queue.remaining.__getitem__))
 
-    return Order(chain(compress(by_deadline, admitted), shortest_first()), rejected)
+    return Order(chain(compress(by_deadline, admitted), shortest_first()), rejected=admitted.count(False))
 
 
 def fcfs(queue: Queue, budget: int, now: float, tau: float) -> Order:

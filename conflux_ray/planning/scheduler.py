@@ -134,7 +134,7 @@ class Scheduler:
                 guaranteed = self.params.starvation_quantum
             if not step.add(request, limit, guaranteed):
                 break
-        return step.decision(budget, len(order.rejected))
+        return step.decision(budget, order.rejected)
 
 
 def _leading(lead: int | None, order: Order) -> Iterator[int]:
@@ -188,10 +188,11 @@ class _Step:
         """
         dispatcher = self.dispatcher
         assignment = dispatcher.dispatch(request.remaining, request.computed_tokens, limit)
-        length = sum(assignment.shard) if assignment else 0
+        length = assignment.length if assignment else 0
         if self.idle and not self.chunks and not length:
             guaranteed = self.params.quantum * len(self.residents)
-        guaranteed = min(guaranteed, request.remaining, dispatcher.room)
+        if length < guaranteed:
+            guaranteed = min(guaranteed, request.remaining, dispatcher.room)
         forced = length < guaranteed
         if forced:
             length = guaranteed
@@ -200,7 +201,7 @@ class _Step:
             return False
         completes = length == request.remaining
         if completes and request.needs_placement:
-            assignment = self._place(request, assignment.shard, must_keep_tau=not (self.idle or forced))
+            assignment = self._place(request, assignment, must_keep_tau=not (self.idle or forced))
             if assignment is None:
                 return False
         else:
@@ -211,17 +212,21 @@ class _Step:
         )
         return True
 
-    def _place(self, request: PendingPrefill, shard: list[int], must_keep_tau: bool) -> Assignment | None:
+    def _place(self, request: PendingPrefill, chunk: Assignment, must_keep_tau: bool) -> Assignment | None:
         """Lines 9-12: reserve a decode rank and give it a token of the chunk; None if there is no feasible rank."""
         dispatcher, kv, params = self.dispatcher, self.kv, self.params
+        num_ranks = len(chunk.shard)
         # Every rank holds 1/N of the request's KV; the other ranks' parts travel.
-        incoming = request.total_tokens * (len(shard) - 1) / len(shard)
+        incoming = request.total_tokens * (num_ranks - 1) / num_ranks
         if dispatcher.estimator.transfer_alone(incoming) > dispatcher.tau:
             must_keep_tau = False  # no later iteration could do better
         ranks = feasible_ranks(request, kv, self.residents, params.max_decodes, params.headroom)
         while (rank := choose_rank(ranks, kv, self.context, params.eta)) is not None:
-            cut = ensure_token(shard, rank, dispatcher.assigned.loads)
-            assignment = dispatcher.with_shard(cut, request.computed_tokens, rank, incoming)
+            moved = chunk
+            if not chunk.shard[rank]:
+                cut = ensure_token(chunk.shard, rank, dispatcher.assigned.loads)
+                moved = dispatcher.with_shard(cut, chunk.length, request.computed_tokens)
+            assignment = dispatcher.with_arrival(moved, rank, incoming)
             if not must_keep_tau or assignment.seconds <= dispatcher.tau:
                 kv.start(request)
                 kv.place(request, rank)
@@ -236,7 +241,7 @@ class _Step:
         """A_p and A_d (line 14)."""
         dispatcher, assigned = self.dispatcher, self.dispatcher.assigned
         seconds = 0.0 if self.idle and not self.chunks else assigned.seconds
-        overlap, decode_sms = dispatcher.estimator.setting(max(assigned.shards), assigned.work)
+        overlap, decode_sms = dispatcher.estimator.setting(assigned.max_shard, assigned.work)
         return Decision(
             chunks=tuple(self.chunks),
             placements=self.placements,

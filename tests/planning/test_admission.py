@@ -79,6 +79,12 @@ def test_the_result_is_that_of_the_algorithm_to_the_letter(jobs):
     assert admit(jobs) == plain_moore_hodgson(jobs)
 
 
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), max_size=120), st.integers(0, 30))
+def test_it_is_under_overload_too_with_many_equal_sizes_and_deadlines(jobs, budget):
+    jobs = sorted(((tokens, iteration * budget) for tokens, iteration in jobs), key=lambda j: j[1])
+    assert admit(jobs) == plain_moore_hodgson(jobs)
+
+
 @given(st.lists(job, max_size=5), st.lists(job, max_size=5))
 def test_a_less_urgent_class_takes_only_what_is_left(urgent, other):
     urgent.sort(key=lambda j: j[1])
@@ -92,6 +98,17 @@ def test_a_less_urgent_class_takes_only_what_is_left(urgent, other):
 def test_capacity_counts_whole_iterations_before_the_deadline():
     deadlines = [9.0, 10.0, 10.25, 10.35, inf]
     assert capacity_before(deadlines, 100, now=10.0, tau=0.1) == [0, 0, 200, 300, inf]
+
+
+@given(
+    deadlines=st.lists(st.floats(-50, 500) | st.just(inf), max_size=30),
+    budget=st.integers(0, 9000),
+    now=st.floats(-50, 50),
+    tau=st.floats(1e-3, 1.0),
+)
+def test_capacity_is_its_definition_past_deadlines_and_none_included(deadlines, budget, now, tau):
+    for d, capacity in zip(deadlines, capacity_before(deadlines, budget, now, tau), strict=True):
+        assert capacity == (inf if d == inf else max(0, int((d - now) / tau)) * budget)
 
 
 def test_without_budget_only_requests_without_deadline_have_capacity():

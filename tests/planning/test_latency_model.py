@@ -89,6 +89,32 @@ def test_the_estimator_of_a_step_agrees_with_the_model(serial, decodes, shard):
     assert estimator.seconds(load.max_load, load.max_shard, load.work, 30) == pytest.approx(model.predict(load).seconds)
 
 
+@given(
+    load=st.integers(0, 500),
+    shard=st.integers(0, 500),
+    work=st.integers(0, 10**6),
+    incoming=st.integers(0, 5000),
+    decodes=st.sampled_from([(0, 0), (3, 40)]),
+    changes=st.fixed_dictionaries(
+        {},
+        optional={
+            "gemm": st.sampled_from([GemmCurve.affine(0.3, 7.1), GemmCurve((0, 9, 31), (0.0, 5.3, 9.7), 1.1)]),
+            "serial": st.just(True),
+            "contention": st.just((Contention(1.7, 1.2, 48), Contention(1.1, 1.4, 64))),
+            "all_reduce": st.just(Affine(0.7, 4.3)),
+            "transfer": st.just(Affine(0.3, 1.7)),
+            "transfer_exposed": st.floats(0, 1),
+        },
+    ),
+)
+def test_the_estimator_gives_what_its_parts_give_to_the_last_bit(load, shard, work, incoming, decodes, changes):
+    model = replace(MODEL, **changes)
+    estimator = model.given(decodes, [110 * d for d in decodes])
+    layer = model.linear(load) + estimator.attention(estimator.prefill_path(shard, work))
+    layer = model.with_transfer(layer, model.transfer(incoming) if incoming else 0.0)
+    assert estimator.seconds(load, shard, work, incoming) == model.num_layers * layer + estimator.host
+
+
 def test_an_empty_iteration_takes_the_host_only():
     assert MODEL.predict(IterationLoad((0, 0), (0, 0))).seconds == 20
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from conflux_ray.planning.ordering import ORDERS, Queue
 from tests.planning.build import request
 
@@ -21,7 +23,7 @@ def test_slo_takes_the_admitted_by_deadline_then_the_rejected_shortest_first():
         request("soon", 500, deadline=0.5),
     ]
     order = ORDERS["slo"](Queue(pending), 100, 0.0, 0.1)
-    assert [pending[i].request_id for i in order.rejected] == ["longer", "long"]
+    assert order.rejected == 2
     assert [pending[i].request_id for i in order.indices] == ["soon", "late", "long", "longer"]
 
 
@@ -52,6 +54,12 @@ def test_equal_keys_give_the_same_order_whatever_the_queue_looks_like():
         for _ in range(5):
             rng.shuffle(pending)
             assert names(policy, pending) == expected
+
+
+@pytest.mark.parametrize("deadlines", [(1.0, 2.0, 3.0), (1.0, 2.0, 2.0), (3.0, 2.0, 1.0), (2.0, 2.0, 1.0)])
+def test_a_queue_that_is_listed_in_order_is_sorted_like_any_other(deadlines):
+    queue = Queue([request(name, 10, deadline=d) for name, d in zip("cba", deadlines, strict=True)])
+    assert list(queue.sort(queue.deadline)) == sorted(range(3), key=lambda i: (deadlines[i], "cba"[i]))
 
 
 def test_the_longest_overdue_request_is_the_one_whose_deadline_passed_first():
