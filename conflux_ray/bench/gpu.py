@@ -149,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="qwen3-14b-shape")
     parser.add_argument("--load-format", choices=("auto", "safetensors", "dummy"), default="dummy")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--attention-graphs", action="store_true", help="enqueue attention once for all layers")
     parser.add_argument("--sp-degree", type=int, default=2)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--decodes", type=int, default=24, help="of each rank")
@@ -167,6 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.sp_degree,
         args.tensor_parallel,
         load_format=args.load_format,
+        attention_graphs=args.attention_graphs,
         max_tokens=max([*args.chunks, 16 * args.sp_degree]),
         max_batch=max(args.decodes, 4),
         max_context=max(args.context, 16),

@@ -95,6 +95,7 @@ class Instance:
             gpu_memory_utilization=instance.gpu_memory_utilization,
             max_prefill_tokens=config.scheduler.max_prefill_tokens,
             max_num_seqs=instance.max_num_seqs,
+            repeat_attention=instance.attention_graphs and instance.device == "cuda",
             graph_sizes=graph_sizes(LARGEST_GRAPH) if instance.device == "cuda" and instance.cuda_graphs else (),
         )
         self._workers = RayWorkerGroup(

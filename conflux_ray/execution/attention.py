@@ -11,14 +11,16 @@ Both join before the output projection. A rank without a shard enters every coll
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from conflux_ray.execution.batch import BlockTable, RankBatch, gather_slots, slots, stack_tables
-from conflux_ray.execution.device import Device, Event, Sequences
+from conflux_ray.execution.device import Device, Event, Sequences, Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,14 @@ class HeadLayout:
 
 
 class KVPool:
-    """One worker's KV memory: a tensor per layer, (num_blocks, 2, block_size, kv_heads, D), and its two views."""
+    """One worker's KV memory: (num_blocks, 2, block_size, kv_heads, D) for each layer, all in one tensor, in two views.
+
+    Attributes:
+        layers: the decode view of each layer.
+        prefill_views: the prefill view of each layer, (num_blocks, 2, prefill_page, kv_heads / P, D).
+        all_layers, all_prefill_views: the same of the whole tensor: block b of layer l is block l * layer_stride + b.
+        layer_stride: blocks from one layer to the next, 0 where they share memory.
+    """
 
     def __init__(
         self,
@@ -59,14 +68,17 @@ class KVPool:
         device: torch.device,
         one_layer: bool = False,
     ) -> None:
-        shape = (num_blocks, 2, block_size, layout.num_kv_heads, layout.head_size)
         # A warm-up does not read what it writes, so all its layers may share one layer's memory.
         distinct = 1 if one_layer else num_layers
-        tensors = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(distinct)]
-        self.layers = [tensors[i % distinct] for i in range(num_layers)]
+        self.layer_stride = 0 if one_layer else num_blocks
+        shape = (distinct * num_blocks, 2, block_size, layout.num_kv_heads, layout.head_size)
+        self.all_layers = torch.zeros(shape, dtype=dtype, device=device)
+        sharded = (distinct * num_blocks, 2, block_size * layout.sp_degree, layout.shard_kv_heads, layout.head_size)
+        self.all_prefill_views = self.all_layers.view(sharded)
         self.num_blocks = num_blocks
-        sharded = (num_blocks, 2, block_size * layout.sp_degree, layout.shard_kv_heads, layout.head_size)
-        self.prefill_views = [layer.view(sharded) for layer in self.layers]
+        starts = [layer * self.layer_stride for layer in range(num_layers)]
+        self.layers = [self.all_layers[start : start + num_blocks] for start in starts]
+        self.prefill_views = [self.all_prefill_views[start : start + num_blocks] for start in starts]
         self.block_size = block_size
         self.prefill_page = block_size * layout.sp_degree
 
@@ -84,6 +96,7 @@ class AttentionStep:
     shard_sizes: list[int]  # prefill tokens per source rank
     rank: int
     overlap: bool
+    tables: torch.Tensor  # all that names a block, int32: the four tensors of blocks and tables below are parts of it
     decode_blocks: torch.Tensor  # (n_d,)
     decode_offsets: torch.Tensor
     decode: Sequences  # n_d of one query each, in the decode view
@@ -95,6 +108,11 @@ class AttentionStep:
     @property
     def num_received(self) -> int:
         return sum(self.shard_sizes)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this rank, decodes first."""
+        return self.num_decodes + self.shard_sizes[self.rank]
 
     @property
     def decode_tables(self) -> torch.Tensor:
@@ -117,50 +135,61 @@ def build_step(
     Args:
         decode_sms: multiprocessors for decode attention where it runs beside prefill; None lets both take all.
     """
-    blocks, offsets = gather_slots(batch.received, prefill_tables, pool.prefill_page)
-    decode = [
+    prefill_blocks, prefill_offsets = gather_slots(batch.received, prefill_tables, pool.prefill_page)
+    written = [
         slots(decode_tables[a], batch.decode_positions[i : i + 1], pool.block_size)
         for i, a in enumerate(batch.decode_ids)
     ]
     decode_lens = [int(p) + 1 for p in batch.decode_positions]
+    prefill_lens = [s.end for s in batch.received]
     decode_margin = prefill_margin = 0
     if decode_sms is not None and overlap and batch.decode_ids and batch.received and device.num_sms:
         decode_margin, prefill_margin = max(device.num_sms - decode_sms, 0), decode_sms
+    parts: list[npt.NDArray[Any]] = [
+        np.array([int(b[0]) for b, _ in written], np.int64),
+        prefill_blocks,
+        stack_tables([decode_tables[a] for a in batch.decode_ids], decode_lens, pool.block_size),
+        stack_tables([prefill_tables[s.alloc_id] for s in batch.received], prefill_lens, pool.prefill_page),
+    ]
+    tables, uploaded = _upload_together(device, parts)
     return AttentionStep(
         num_decodes=batch.num_decodes,
         shard_sizes=batch.shard_sizes,
         rank=rank,
         overlap=overlap,
-        decode_blocks=device.upload(np.array([int(b[0]) for b, _ in decode], np.int64)),
-        decode_offsets=device.upload(np.array([int(o[0]) for _, o in decode], np.int64)),
-        decode=_sequences(
-            device,
-            [decode_tables[a] for a in batch.decode_ids],
-            [1] * batch.num_decodes,
-            decode_lens,
-            pool.block_size,
-            decode_margin,
-        ),
-        prefill_blocks=device.upload(blocks),
-        prefill_offsets=device.upload(offsets),
+        tables=tables,
+        decode_blocks=uploaded[0],
+        decode_offsets=device.upload(np.array([int(o[0]) for _, o in written], np.int64)),
+        decode=_sequences(device, uploaded[2], [1] * batch.num_decodes, decode_lens, decode_margin),
+        prefill_blocks=uploaded[1],
+        prefill_offsets=device.upload(prefill_offsets),
         prefill=_sequences(
-            device,
-            [prefill_tables[s.alloc_id] for s in batch.received],
-            [s.end - s.start for s in batch.received],
-            [s.end for s in batch.received],
-            pool.prefill_page,
-            prefill_margin,
+            device, uploaded[3], [s.end - s.start for s in batch.received], prefill_lens, prefill_margin
         ),
     )
 
 
+_ALIGNMENT = 16  # elements
+
+
+def _upload_together(device: Device, parts: list[npt.NDArray[Any]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Arrays as int32 in one tensor, and each one as a part of it."""
+    starts = np.cumsum([0] + [-(-part.size // _ALIGNMENT) * _ALIGNMENT for part in parts]).tolist()
+    together = np.zeros(starts[-1], np.int32)
+    for start, part in zip(starts, parts, strict=False):
+        together[start : start + part.size] = part.reshape(-1)
+    tensor = device.upload(together)
+    views = [tensor[start : start + part.size].view(part.shape) for start, part in zip(starts, parts, strict=False)]
+    return tensor, views
+
+
 def _sequences(
-    device: Device, tables: list[BlockTable], query_lens: list[int], seq_lens: list[int], page: int, sm_margin: int
+    device: Device, tables: torch.Tensor, query_lens: list[int], seq_lens: list[int], sm_margin: int
 ) -> Sequences:
     return Sequences(
         query_lens,
         seq_lens,
-        device.upload(stack_tables(tables, seq_lens, page)),
+        tables,
         device.upload(np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)),
         device.upload(np.array(seq_lens, np.int32)),
         sm_margin,
@@ -210,44 +239,61 @@ class XPAttention:
             query, output: (tokens, num_heads, D), decode tokens first; rows past the batch are padding.
             key, value: (tokens, num_kv_heads, D).
         """
-        n_d = step.num_decodes
-        end = n_d + step.shard_sizes[step.rank]
-        device = self.device
-        stream = device.decode if step.overlap and step.num_received else device.main
-        if n_d:
-            if stream is not device.main:
-                stream.wait(device.main.record())
-            for event in step.arrivals[layer] if step.arrivals else ():
-                stream.wait(event)
-            stream.run(lambda: self._decode(step, layer, query[:n_d], key[:n_d], value[:n_d], output[:n_d]))
-        if step.num_received:
-            self._prefill(step, layer, query[n_d:end], key[n_d:end], value[n_d:end], output[n_d:end])
-        if n_d and stream is not device.main:
-            device.main.wait(stream.record())
+        for event in step.arrivals[layer] if step.arrivals else ():
+            self._decode_stream(step).wait(event)
+        self.attend(step, self.pool.layers[layer], self.pool.prefill_views[layer], query, key, value, output)
 
-    def _decode(
+    def attend(
         self,
         step: AttentionStep,
-        layer: int,
+        local: torch.Tensor,
+        sharded: torch.Tensor,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        view = self.pool.layers[layer]
+        """Both paths, side by side, in the layer that the step's tables name.
+
+        Args:
+            local, sharded: the decode and the prefill view of the KV.
+        """
+        n_d, end = step.num_decodes, step.num_tokens
+        main, stream = self.device.main, self._decode_stream(step)
+        if n_d:
+            if stream is not main:
+                stream.wait(main.record())
+            stream.run(lambda: self._decode(step, local, query[:n_d], key[:n_d], value[:n_d], output[:n_d]))
+        if step.num_received:
+            self._prefill(step, sharded, query[n_d:end], key[n_d:end], value[n_d:end], output[n_d:end])
+        if n_d and stream is not main:
+            main.wait(stream.record())
+
+    def _decode_stream(self, step: AttentionStep) -> Stream:
+        return self.device.decode if step.overlap and step.num_received else self.device.main
+
+    def _decode(
+        self,
+        step: AttentionStep,
+        view: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
         self.device.write_kv(view, step.decode_blocks, step.decode_offsets, key, value)
         self.device.attend(query, view, step.decode, self.scale, output)
 
     def _prefill(
         self,
         step: AttentionStep,
-        layer: int,
+        view: torch.Tensor,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        layout, view = self.layout, self.pool.prefill_views[layer]
+        layout = self.layout
         received = self._scatter_heads(step, query, key, value)
         q, k, v = received.split([layout.shard_heads, layout.shard_kv_heads, layout.shard_kv_heads], dim=1)
         self.device.write_kv(view, step.prefill_blocks, step.prefill_offsets, k, v)
@@ -273,3 +319,65 @@ class XPAttention:
         back = attended.new_empty(p * n_p, layout.shard_heads, layout.head_size)
         self.device.all_to_all(back, attended, [n_p] * p, step.shard_sizes, self.group)
         self.device.merge_heads(back, output)
+
+
+class RepeatedAttention(XPAttention):
+    """The attention region enqueued once an iteration and repeated for every layer.
+
+    All layers do the same with the same indices, but for where their KV is. Here Q, K, V and the output have a place of
+    their own, and the step's tables name blocks of one tensor of all layers: after each layer they move on to the next.
+    So one piece of work serves all layers. Where a device can repeat work at next to no cost to the host (CUDA captures
+    a graph), a layer costs the host a handful of launches instead of dozens, which is what limits mixed iterations.
+    """
+
+    def __init__(
+        self, device: Device, pool: KVPool, layout: HeadLayout, group: torch.distributed.ProcessGroup, scale: float
+    ) -> None:
+        super().__init__(device, pool, layout, group, scale)
+        self._places: list[torch.Tensor] = []  # of Q, K, V and the output
+        self._layer: Callable[[], None] = _nothing
+
+    def plan(self, step: AttentionStep) -> None:
+        super().plan(step)
+        self._layer = _nothing
+        if not step.num_decodes and not step.num_received:
+            return
+        places = self._take_places(step.num_tokens)
+        pool = self.pool
+
+        def layer() -> None:
+            self.attend(step, pool.all_layers, pool.all_prefill_views, *places)
+            if pool.layer_stride:
+                step.tables.add_(pool.layer_stride)
+
+        self._layer = self.device.repeatable(layer)
+
+    def __call__(
+        self,
+        step: AttentionStep,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        for event in step.arrivals[layer] if step.arrivals else ():
+            self.device.main.wait(event)
+        n = step.num_tokens
+        *inputs, result = self._take_places(n)
+        for place, given in zip(inputs, (query, key, value), strict=True):
+            place.copy_(given[:n])
+        self._layer()
+        output[:n] = result
+
+    def _take_places(self, num_tokens: int) -> list[torch.Tensor]:
+        if not self._places or self._places[0].shape[0] < num_tokens:
+            layout, pool = self.layout, self.pool.all_layers
+            rows = 1 << max(num_tokens - 1, 0).bit_length()
+            heads = [layout.num_heads, layout.num_kv_heads, layout.num_kv_heads, layout.num_heads]
+            self._places = [pool.new_empty(rows, h, layout.head_size) for h in heads]
+        return [place[:num_tokens] for place in self._places]
+
+
+def _nothing() -> None:
+    """The attention of an iteration without tokens."""

@@ -9,6 +9,7 @@ import gc
 import importlib
 import os
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -25,6 +26,7 @@ _HOPPER = 9
 _ALIGNMENT = 64  # bytes between arrays of one upload
 _STAGES = 3  # an upload buffer each for the running iteration, the next, and the one being built
 _STAGE_BYTES = 1 << 20
+_LIVE_GRAPHS = 4  # those of the running iteration and the next, and of two that may still be ending
 _RESERVE_BYTES = 512 << 20  # left free beside the KV pool: allocator fragments, and what NCCL allocates late
 _CYCLES_PER_SECOND = 1.5e9  # about, to turn a test's delay into the GPU's clock
 
@@ -161,6 +163,8 @@ class CudaDevice(Device):
         self.transfer = CudaStream(torch.cuda.Stream(), transfer_delay, seed + 1)
         self.num_sms = torch.cuda.get_device_properties(index).multi_processor_count
         self._staging = Staging(self.torch_device)
+        self._graph_memory = torch.cuda.graph_pool_handle()
+        self._graphs: deque[torch.cuda.CUDAGraph] = deque(maxlen=_LIVE_GRAPHS)
         torch.cuda.reset_peak_memory_stats()
 
     def bind(self) -> None:
@@ -186,14 +190,15 @@ class CudaDevice(Device):
         return start.elapsed_time(end) / 1e3
 
     def repeatable(self, work: Callable[[], None]) -> Callable[[], None]:
-        work()  # what a kernel sets up on first use must not be captured
-        self.synchronize()
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
+        # Relaxed: a kernel may load its module or set an attribute when it is first used.
+        graph.capture_begin(pool=self._graph_memory, capture_error_mode="relaxed")
         try:
             work()
         finally:
             graph.capture_end()
+        # One that runs must not be destroyed. Their memory is shared: they run one after the other.
+        self._graphs.append(graph)
         return graph.replay
 
     def kv_budget(self, utilization: float) -> int:

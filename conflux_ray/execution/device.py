@@ -109,7 +109,8 @@ class Device(ABC):
         """Work on `main` in a form that costs the host next to nothing to enqueue, where the device has one.
 
         Args:
-            work: always does the same with the same memory.
+            work: always does the same with the same memory. It may be called here, or not; what it does happens only
+                when the result is called.
         """
         return work
 
@@ -146,9 +147,11 @@ class Device(ABC):
 
         Args:
             view: (num_blocks, 2, page, heads, D), a view of one layer's pool.
-            blocks, offsets: (n,) int64.
+            blocks: (n,) int32.
+            offsets: (n,) int64.
             k, v: (n, heads, D), each token contiguous.
         """
+        blocks = blocks.long()
         view[blocks, 0, offsets] = k
         view[blocks, 1, offsets] = v
 

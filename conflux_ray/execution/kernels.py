@@ -32,7 +32,7 @@ def _write_kv(
     token = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * block + tl.arange(0, block)
     inside = element < width
-    target = view + tl.load(blocks + token) * block_stride + tl.load(offsets + token) * token_stride
+    target = view + tl.load(blocks + token).to(tl.int64) * block_stride + tl.load(offsets + token) * token_stride
     k = tl.load(key + token * key_stride + element, mask=inside)
     v = tl.load(value + token * value_stride + element, mask=inside)
     tl.store(target + element, k, mask=inside)

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from conflux_ray.execution.attention import AttentionStep, HeadLayout, KVPool, XPAttention, build_step
+from conflux_ray.execution.attention import (
+    AttentionStep,
+    HeadLayout,
+    KVPool,
+    RepeatedAttention,
+    XPAttention,
+    build_step,
+)
 from conflux_ray.execution.batch import BlockTable, RankBatch, build_batch
 from conflux_ray.execution.device import Device, Event
 from conflux_ray.execution.plan import (
@@ -46,6 +53,7 @@ class RunnerLimits:
     max_prefill_tokens: int = 2048  # of one iteration, all ranks together
     max_num_seqs: int = 128  # resident decodes of one logical rank
     gpu_memory_utilization: float = 0.9  # share of the device's memory for everything
+    repeat_attention: bool = False  # enqueue the attention region once an iteration, for all layers
     graph_sizes: tuple[int, ...] = ()  # numbers of tokens at which the linear regions are captured as CUDA graphs
 
 
@@ -88,7 +96,7 @@ class ModelRunner:
         ValueError: `num_blocks` is 0 on a device that cannot size its pool.
     """
 
-    attention_class: type[XPAttention] = XPAttention
+    attention_class: type[XPAttention] | None = None  # tests put a faulty one in its place
 
     def __init__(
         self,
@@ -118,9 +126,10 @@ class ModelRunner:
         self._last_tokens = torch.zeros(64, dtype=torch.int64, device=device.torch_device)
         self._free_slots = list(range(64))[::-1]
         self.pool = self._make_pool(2)
-        self.attention = self.attention_class(device, self.pool, self.layout, sp_group, model.scale)
-        self.transitions = Transitions(device, self.pool, self.layout, self.rank, transfer_group)
         limits = limits or RunnerLimits()
+        attention = self.attention_class or (RepeatedAttention if limits.repeat_attention else XPAttention)
+        self.attention = attention(device, self.pool, self.layout, sp_group, model.scale)
+        self.transitions = Transitions(device, self.pool, self.layout, self.rank, transfer_group)
         if device.compiles or not num_blocks:
             self.warm_up(limits)
         if limits.graph_sizes:  # before the pool is sized: graphs take memory too

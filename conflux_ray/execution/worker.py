@@ -50,6 +50,7 @@ class WorkerSpec:
     gpu_memory_utilization: float = 0.9
     max_prefill_tokens: int = 2048  # of one iteration, all ranks together: sizes the warm-up
     max_num_seqs: int = 128  # resident decodes of one logical rank, likewise
+    repeat_attention: bool = False  # `attention.RepeatedAttention`
     graph_sizes: tuple[int, ...] = ()  # of CUDA graphs, tokens (`vllm_compat.graphs.graph_sizes`); none: eager
 
 
@@ -88,7 +89,11 @@ class Worker:
             transfer_group=self._model.new_sp_group(backend),
             return_logits=spec.return_logits,
             limits=RunnerLimits(
-                spec.max_prefill_tokens, spec.max_num_seqs, spec.gpu_memory_utilization, spec.graph_sizes
+                spec.max_prefill_tokens,
+                spec.max_num_seqs,
+                spec.gpu_memory_utilization,
+                spec.repeat_attention,
+                spec.graph_sizes,
             ),
         )
         self._plans: Reader | None = None

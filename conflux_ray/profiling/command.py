@@ -50,6 +50,7 @@ class Settings:
         tensor_parallel: base TP.
         dtype: of weights and KV.
         load_format: "dummy" for random weights.
+        attention_graphs: enqueue attention once an iteration for all layers.
         block_size: tokens of a KV block; None as the server chooses.
         threads: of each worker, on the CPU.
         max_tokens: prefill tokens of an iteration.
@@ -66,6 +67,7 @@ class Settings:
     tensor_parallel: int = 1
     dtype: str = "auto"
     load_format: str = "auto"
+    attention_graphs: bool = False
     block_size: int | None = None
     threads: int = 1
     max_tokens: int = 10240
@@ -152,6 +154,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--tensor-parallel", type=int, default=default.tensor_parallel, help="devices of a logical rank")
     add("--dtype", default=default.dtype)
     add("--load-format", choices=("auto", "safetensors", "dummy"), default=default.load_format)
+    add("--attention-graphs", action="store_true", help="attention enqueued once an iteration, for all layers")
     add("--block-size", type=int, default=default.block_size, help="tokens (default: as the server chooses)")
     add("--threads", type=int, default=default.threads, help="of each worker, on the CPU")
     add("--max-tokens", type=int, default=default.max_tokens, help="most prefill tokens of an iteration")
@@ -304,6 +307,7 @@ def workers(settings: Settings) -> Iterator[tuple[Any, Any]]:
         runner=RUNNER,
         max_prefill_tokens=settings.max_tokens,
         max_num_seqs=settings.max_batch,
+        repeat_attention=settings.attention_graphs,
         graph_sizes=graph_sizes(LARGEST_GRAPH) if settings.device == "cuda" else (),
     )
     group = LocalWorkerGroup(spec)

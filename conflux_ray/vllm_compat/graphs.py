@@ -22,7 +22,7 @@ from vllm.forward_context import set_forward_context
 from conflux_ray.vllm_compat.backend import Attend
 from conflux_ray.vllm_compat.plugin import GRAPHS_VARIABLE
 
-LARGEST_GRAPH = 512
+LARGEST_GRAPH = 1024
 """Tokens beyond which a linear region keeps the GPU busy longer than its launches take the host."""
 
 
@@ -105,6 +105,6 @@ class ForwardGraphs:
 
 
 def graph_sizes(largest: int) -> tuple[int, ...]:
-    """Numbers of tokens to capture up to `largest`: steps of 8, then of 16 and 32, so that little is padded."""
-    steps = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, largest + 1, 32)]
+    """Numbers of tokens to capture up to `largest`: steps that leave little to pad."""
+    steps = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, 512, 32), *range(512, largest + 1, 64)]
     return tuple(size for size in steps if size <= largest)

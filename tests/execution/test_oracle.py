@@ -80,13 +80,26 @@ def test_random_schedules_give_the_reference_models_tokens(model: str, n: int, t
         assert sum(c.discarded_tokens for c in total) > 0
 
 
-def test_slow_transfers_and_slow_decode_streams_change_nothing() -> None:
+@pytest.mark.parametrize("repeat", [False, True])
+def test_slow_transfers_and_slow_decode_streams_change_nothing(repeat: bool) -> None:
     model = "tiny-llama"
-    group = LocalWorkerGroup(spec(model, 2, 1, transfer_delay=(0.0, 0.004), decode_delay=(0.0, 0.002)))
+    delays = {"transfer_delay": (0.0, 0.004), "decode_delay": (0.0, 0.002)}
+    group = LocalWorkerGroup(spec(model, 2, 1, repeat_attention=repeat, **delays))
     try:
         outcomes = [run(Schedule(100 + seed, num_requests=8), group, model, 2, 1) for seed in range(3)]
     finally:
         group.close()
+    assert sum(o.counters.cross_rank_transitions for o in outcomes) > 0
+
+
+@pytest.mark.parametrize(("model", "n", "tp"), [("tiny-llama", 4, 1), ("tiny-qwen3", 2, 2)])
+def test_attention_enqueued_once_and_repeated_for_every_layer_changes_nothing(model: str, n: int, tp: int) -> None:
+    group = LocalWorkerGroup(spec(model, n, tp, repeat_attention=True))
+    try:
+        outcomes = [run(Schedule(200 + seed), group, model, n, tp) for seed in range(3)]
+    finally:
+        group.close()
+    assert sum(o.counters.mixed_iterations for o in outcomes) > 0
     assert sum(o.counters.cross_rank_transitions for o in outcomes) > 0
 
 
