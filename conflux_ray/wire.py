@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class FinishReason(IntEnum):
@@ -32,7 +32,8 @@ class FinishReason(IntEnum):
     ABORT = 2
     ERROR = 3
     REPETITION = 4
-    REJECTED = 5  # not served here (draining, queue full, no instance): may be tried elsewhere, or later
+    REJECTED = 5  # not served here (draining, no instance): may be tried elsewhere, or later
+    OVERLOADED = 6  # not served here, the queue is full: may be tried elsewhere, or later
 
 
 class Feature:
@@ -227,7 +228,7 @@ class RequestOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     prompt_logprobs: Logprobs | None = None
     cached_tokens: int | None = None  # with the first token: prompt tokens taken from the prefix cache
     queued_s: float | None = None  # with the first token: from receipt to first scheduling
-    error: str | None = None  # with ERROR or REJECTED: for the log; clients see a general message
+    error: str | None = None  # with ERROR, REJECTED or OVERLOADED: for the log; clients see a general message
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):

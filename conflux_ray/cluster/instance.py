@@ -236,7 +236,7 @@ class Instance:
         if self._draining:
             return self._refusal(message, FinishReason.REJECTED, "the instance is draining")
         if len(self._requests) >= limits.max_queued_requests:
-            return self._refusal(message, FinishReason.REJECTED, "the instance's queue is full")
+            return self._refusal(message, FinishReason.OVERLOADED, "the instance's queue is full")
         now = self._loop.clock()
         key = f"{peer}/{message.request_id}"
         try:

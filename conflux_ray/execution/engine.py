@@ -178,6 +178,22 @@ class Engine:
         return len(self._in_flight)
 
     @property
+    def predicted_in_flight(self) -> float | None:
+        """Predicted seconds of the iterations issued and not applied; None where the policy predicts nothing."""
+        predicted = [flight.decision.predicted for flight in self._in_flight.values()]
+        return sum(predicted) if all(predicted) else None
+
+    @property
+    def residents(self) -> DecodeState:
+        """The resident decodes, by their sums."""
+        ranks = [list(requests.values()) for requests in self._residents]
+        return DecodeState.summed(
+            [len(requests) for requests in ranks],
+            [sum(r.scheduled_tokens for r in requests) for requests in ranks],
+            min((r.slo.tbt_s for requests in ranks for r in requests), default=float("inf")),
+        )
+
+    @property
     def num_waiting(self) -> int:
         """Requests that hold no blocks."""
         return sum(r.state is RequestState.WAITING for r in self._pending.values())

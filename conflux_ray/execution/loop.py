@@ -13,6 +13,13 @@ RUN_AHEAD = 2
 """Iterations issued at once: the one that runs, and the next, so that workers never wait for the instance."""
 
 
+LEAST_PATIENCE = 20.0
+"""Seconds that an iteration may take whatever was predicted: first uses compile, machines pause."""
+
+PATIENCE = 50.0
+"""How many times its predicted time an iteration may take, beyond that."""
+
+
 class WorkerLostError(RuntimeError):
     """A worker died, failed or hangs. The instance cannot go on and must be restarted."""
 
@@ -39,7 +46,8 @@ class IterationLoop:
     Args:
         engine: plans and applies.
         workers: run the plans.
-        timeout: most seconds an iteration may take before the workers count as lost.
+        timeout: most seconds an iteration may take before the workers count as lost; less if the policy predicts
+            its time (`PATIENCE`).
         clock: monotonic seconds.
         watch: called with every plan that is issued.
     """
@@ -73,4 +81,11 @@ class IterationLoop:
                 self.watch(plan)
         if not self.engine.num_in_flight:
             return []
-        return self.engine.apply(self.workers.collect(self.timeout), self.clock())
+        return self.engine.apply(self.workers.collect(self.patience()), self.clock())
+
+    def patience(self) -> float:
+        """Seconds to wait for the oldest iteration in flight."""
+        predicted = self.engine.predicted_in_flight
+        if predicted is None:
+            return self.timeout
+        return min(self.timeout, LEAST_PATIENCE + PATIENCE * predicted)

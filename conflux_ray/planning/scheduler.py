@@ -110,6 +110,25 @@ class Scheduler:
         """Learn from an iteration that took `measured` seconds."""
         self.correction.observe(decision.predicted, measured)
 
+    def prefill_rate(self, decodes: DecodeState) -> float:
+        """Prompt tokens per second that it plans beside these decodes: B_0 every tau, attention left out (Alg. 2).
+
+        Where decodes leave nothing it is the starvation quantum: a waiting request gets that much in the end.
+
+        Raises:
+            ValueError: `decodes` has another number of ranks than the latency model.
+        """
+        capacity = KVState(1, [0] * decodes.num_ranks)
+        step = _Step(self.model, self.params, decodes, capacity, self.correction.factor)
+        return max(step.dispatcher.budget(), self.params.starvation_quantum) / step.tau
+
+    def decode_seconds(self, decodes: DecodeState) -> float:
+        """Predicted time of an iteration that holds these decodes alone, seconds; 0 without any."""
+        if not any(decodes.tokens):
+            return 0.0
+        alone = self.model.given(decodes.tokens, decodes.context).seconds(max(decodes.tokens), 0, 0.0)
+        return alone * self.correction.factor
+
     def schedule(self, pending: Sequence[PendingPrefill], decodes: DecodeState, kv: KVState, now: float) -> Decision:
         """Plan one iteration (Algorithm 1).
 

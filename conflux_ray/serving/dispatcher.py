@@ -2,8 +2,9 @@
 
 A request belongs to one instance at a time. When that instance's session ends, when it rejects the request, or when
 its output skips a token, the request is resubmitted elsewhere with a higher attempt and the tokens it already has; the
-client sees a pause. Attempts are bounded; after the last one the request ends with FinishReason.REJECTED. Output of an
-attempt that is over, or of a token already delivered, is dropped.
+client sees a pause. Attempts are bounded; after the last one the request ends with FinishReason.REJECTED. If every
+instance's queue is full, a new request ends at once, with OVERLOADED, and one that has tokens already waits. Output of
+an attempt that is over, or of a token already delivered, is dropped.
 
 Everything here runs in one event loop. `submit` and `abort` never wait.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -37,6 +39,7 @@ class _Active:
     attempt: int = 0
     dispatch: Dispatch | None = None  # None: waits for an instance
     excluded: set[str] = field(default_factory=set)
+    overloaded: bool = False  # an instance had no room for it
     timeout: asyncio.TimerHandle | None = None
 
 
@@ -135,6 +138,10 @@ class Dispatcher:
             raise ValueError(f"request_id={request.request_id!r} is in use")
         features = request.sampling.required_features()
         self.router.check(features)
+        if request.sampling.seed is None and request.sampling.temperature > 0:
+            # Wherever it is tried again, it goes on as it would have here.
+            seeded = msgspec.structs.replace(request.sampling, seed=secrets.randbits(63))
+            request = msgspec.structs.replace(request, sampling=seeded)
         active = _Active(request, group or request.request_id, time.monotonic(), features)
         self._active[request.request_id] = active
         self._send(active)
@@ -162,7 +169,10 @@ class Dispatcher:
             try:
                 dispatch = self.router.dispatch(tokens, active.features, active.excluded, self._sibling(active))
             except NoInstanceError:
-                self._wait(active)
+                if active.overloaded and not active.emitted:
+                    self._fail(active, "every instance's queue is full", FinishReason.OVERLOADED)
+                else:
+                    self._wait(active)
                 return
             except UnsupportedError as error:
                 self._fail(active, str(error))
@@ -196,7 +206,12 @@ class Dispatcher:
             active.dispatch = None
         active.attempt += 1
         if active.attempt >= self._max_attempts:
-            self._fail(active, f"gave up after {active.attempt} attempts; the last ended because: {reason}")
+            full = active.overloaded and not active.emitted
+            self._fail(
+                active,
+                f"gave up after {active.attempt} attempts; the last ended because: {reason}",
+                FinishReason.OVERLOADED if full else FinishReason.REJECTED,
+            )
             return
         self.counters.migrations += 1
         self._send(active)
@@ -214,14 +229,12 @@ class Dispatcher:
             active.timeout.cancel()
             active.timeout = None
 
-    def _fail(self, active: _Active, reason: str) -> None:
+    def _fail(self, active: _Active, reason: str, finish_reason: FinishReason = FinishReason.REJECTED) -> None:
         request_id = active.request.request_id
         logger.error("request %s failed: %s", request_id, reason)
         self.counters.failed += 1
         self._forget(active)
-        self._deliver(
-            [RequestOutput(request_id, active.attempt, len(active.emitted), [], FinishReason.REJECTED, error=reason)]
-        )
+        self._deliver([RequestOutput(request_id, active.attempt, len(active.emitted), [], finish_reason, error=reason)])
 
     def _forget(self, active: _Active) -> None:
         if active.dispatch is not None:
@@ -287,7 +300,8 @@ class Dispatcher:
                 f"token {len(active.emitted)} is missing, instance {instance_id} went on to {output.token_index}",
             )
             return False
-        if output.finish_reason is FinishReason.REJECTED:
+        if output.finish_reason in (FinishReason.REJECTED, FinishReason.OVERLOADED):
+            active.overloaded |= output.finish_reason is FinishReason.OVERLOADED
             active.excluded.add(instance_id)
             self._move(active, f"instance {instance_id} rejected it: {output.error or 'no reason given'}")
             return False

@@ -3,7 +3,7 @@
 One pure ASGI middleware, outermost, so that what it answers itself stays fast whatever the application does:
 
 * `/live`: the process answers. `/health`: at least one instance takes requests (else 503).
-* A POST beyond `max_in_flight` gets 429, one that finds no instance in time 503, both with Retry-After.
+* A POST beyond `max_in_flight` gets 429, one that finds no instance in time 503; every 429 and 503 has Retry-After.
 * A body that is too large gets 413; one that is no JSON object gets 400 (vLLM answers 500 to `[]` and `null`).
 * When the client leaves, the handler is cancelled, streaming or not. vLLM's own way of noticing does not work behind
   Ray Serve: Ray cancels the request's task, which vLLM's `with_cancellation` does not pass on to the handler.
@@ -154,8 +154,11 @@ class FrontMiddleware:
             return {"type": "http.disconnect"}
 
         async def app_send(message: Message) -> None:
-            if not gone.is_set():
-                await send(message)
+            if gone.is_set():
+                return
+            if message["type"] == "http.response.start" and message["status"] in (429, 503):
+                message["headers"] = [*message["headers"], _retry_after(self._options.retry_after)]
+            await send(message)
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
@@ -240,10 +243,14 @@ async def _call(app: App, scope: Any, receive: Receive, send: Send) -> None:
     await app(scope, receive, send)
 
 
+def _retry_after(seconds: float) -> tuple[bytes, bytes]:
+    return b"retry-after", str(max(1, math.ceil(seconds))).encode()
+
+
 async def _respond(send: Send, status: int, body: object, retry_after: float | None = None) -> None:
     data = json.dumps(body).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
     if retry_after is not None:
-        headers.append((b"retry-after", str(max(1, math.ceil(retry_after))).encode()))
+        headers.append(_retry_after(retry_after))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": data})

@@ -112,6 +112,12 @@ def required_features(params: SamplingParams) -> frozenset[str]:
     return features | {wire.Feature.BAD_WORDS} if params.bad_words else features
 
 
+_UNSERVED = {
+    wire.FinishReason.REJECTED: HTTPStatus.SERVICE_UNAVAILABLE,
+    wire.FinishReason.OVERLOADED: HTTPStatus.TOO_MANY_REQUESTS,
+}
+
+
 @dataclass(slots=True)
 class _Pending:
     """What the core client remembers of a request in progress."""
@@ -146,7 +152,8 @@ class DispatcherCoreClient(EngineCoreClient):
     ) -> None:
         self.resources = _Resources()
         self.dispatcher = make_dispatcher(self._arrived)
-        self.unserved: set[str] = set()  # vLLM's external ids; whoever waits for the request takes its own out
+        # Requests that no instance served, by vLLM's external id; whoever waits for one takes its own out.
+        self.unserved: dict[str, HTTPStatus] = {}
         self._slo_classes = slo_classes
         self._pending: dict[str, _Pending] = {}
         self._queue: deque[wire.RequestOutput] = deque()
@@ -220,10 +227,10 @@ class DispatcherCoreClient(EngineCoreClient):
 
     def _convert(self, output: wire.RequestOutput) -> EngineCoreOutput:
         pending = self._pending.get(output.request_id)
-        if output.finish_reason is wire.FinishReason.REJECTED:
+        if output.finish_reason in _UNSERVED:
             reason: FinishReason | None = FinishReason.ERROR
             if pending is not None:
-                self.unserved.add(pending.external_id)
+                self.unserved[pending.external_id] = _UNSERVED[output.finish_reason]
         else:
             reason = None if output.finish_reason is None else FinishReason(int(output.finish_reason))
         result = EngineCoreOutput(
@@ -307,17 +314,19 @@ class ConfluxLLM(AsyncLLM):
     async def _explain_errors(
         self, request_id: str, outputs: AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Pass outputs on; the end of a request that no instance could serve becomes a GenerationError with 503."""
+        """Pass outputs on; the end of a request that no instance served becomes a GenerationError, 503 or 429."""
         unserved = self.engine_core.unserved
         try:
             async for output in outputs:
-                if request_id in unserved:
-                    error = GenerationError("no instance could finish the request; try again later")
-                    error.status_code = HTTPStatus.SERVICE_UNAVAILABLE
+                if (status := unserved.get(request_id)) is not None:
+                    full = status is HTTPStatus.TOO_MANY_REQUESTS
+                    what = "the server has more requests than it can queue" if full else "no instance could finish it"
+                    error = GenerationError(f"{what}; try again later")
+                    error.status_code = status
                     raise error
                 yield output
         finally:
-            unserved.discard(request_id)
+            unserved.pop(request_id, None)
             await outputs.aclose()
 
     def _check(self, params: SamplingParams) -> None:

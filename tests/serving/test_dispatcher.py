@@ -18,7 +18,7 @@ LIMITS = TransportLimits(retry_first=0.01, retry_last=0.05)
 
 
 def request(request_id: str = "r", count: int = 5, prompt_length: int = 3, **sampling: object) -> AddRequest:
-    parameters = Sampling(max_tokens=count, temperature=0.0, **sampling)  # type: ignore[arg-type]
+    parameters = Sampling(max_tokens=count, **({"temperature": 0.0} | sampling))  # type: ignore[arg-type]
     return AddRequest(request_id, 0, [1] * prompt_length, parameters, Slo(1.0, 0.1))
 
 
@@ -183,6 +183,85 @@ def test_a_rejected_request_is_served_by_another_instance(engine, other):
             front.dispatcher.submit(request(f"r{i}"))
         await until(lambda: all(front.finish(f"r{i}") for i in range(4)))
         assert all(front.tokens(f"r{i}") == tokens(3, 5) for i in range(4))
+
+    run(front, scenario)
+
+
+def full(output: RequestOutput) -> RequestOutput:
+    return RequestOutput(output.request_id, output.attempt, output.token_index, [], FinishReason.OVERLOADED)
+
+
+def test_when_every_queue_is_full_a_new_request_ends_at_once(engine, other):
+    engine.tamper = other.tamper = full
+    front = Front(engine, other, no_instance_timeout=60.0)
+
+    async def scenario():
+        await until(lambda: len(front.dispatcher.router.instances) == 2)
+        front.dispatcher.submit(request())
+        await until(front.finish)
+        assert front.finish() is FinishReason.OVERLOADED
+        assert len(engine.added) == len(other.added) == 1
+        assert front.dispatcher.in_flight == 0
+
+    run(front, scenario)
+
+
+def test_an_instance_with_room_takes_what_a_full_one_refuses(engine, other):
+    engine.tamper = full
+    front = Front(engine, other)
+
+    async def scenario():
+        await until(lambda: len(front.dispatcher.router.instances) == 2)
+        for i in range(4):
+            front.dispatcher.submit(request(f"r{i}"))
+        await until(lambda: all(front.finish(f"r{i}") for i in range(4)))
+        assert all(front.tokens(f"r{i}") == tokens(3, 5) for i in range(4))
+
+    run(front, scenario)
+
+
+def test_a_request_with_tokens_waits_where_a_new_one_would_be_refused(engine, other):
+    """Its instance dies after some tokens, the next is full; a third one, which comes later, has room."""
+    victim = FakeEngineProcess("victim")
+    engine.tamper = full
+    front = Front(victim, no_instance_timeout=60.0)
+
+    async def scenario():
+        await until(lambda: len(front.dispatcher.router.instances) == 1)
+        front.dispatcher.submit(request(count=200))
+        await until(lambda: len(front.tokens()) >= 2)
+        front.directory.set([victim.info, engine.info])
+        await until(lambda: len(front.dispatcher.router.instances) == 2)
+        victim.kill()
+        await until(lambda: len(engine.added) == 1)
+        await asyncio.sleep(0.1)
+        assert front.finish() is None
+        front.directory.set([engine.info, other.info])
+        await until(front.finish)
+        assert front.finish() is FinishReason.LENGTH
+        assert front.tokens() == tokens(3, 200)
+
+    run(front, scenario)
+
+
+def test_a_request_without_a_seed_gets_one_that_it_keeps(engine, other):
+    engine.tamper = lambda o: RequestOutput(o.request_id, o.attempt, o.token_index, [], FinishReason.REJECTED)
+    front = Front(engine, other)
+
+    async def scenario():
+        await until(lambda: len(front.dispatcher.router.instances) == 2)
+        for i in range(4):
+            front.dispatcher.submit(request(f"r{i}", temperature=0.7))
+        front.dispatcher.submit(request("greedy", temperature=0.0))
+        front.dispatcher.submit(request("own", temperature=0.7, seed=5))
+        names = [*(f"r{i}" for i in range(4)), "greedy", "own"]
+        await until(lambda: all(front.finish(name) for name in names))
+        seeds = {name: {a.sampling.seed for a in engine.added + other.added if a.request_id == name} for name in names}
+        assert seeds.pop("greedy") == {None}
+        assert seeds.pop("own") == {5}
+        assert all(len(seen) == 1 and None not in seen for seen in seeds.values())
+        assert len(set.union(*seeds.values())) == 4
+        assert any(a.attempt == 1 for a in other.added)
 
     run(front, scenario)
 

@@ -24,7 +24,7 @@ from conflux_ray.models import store
 from conflux_ray.serving.directory import StaticDirectory
 from conflux_ray.serving.options import IngressOptions
 from conflux_ray.transport import TransportLimits
-from conflux_ray.wire import Slo
+from conflux_ray.wire import FinishReason, RequestOutput, Slo
 
 pytestmark = pytest.mark.heavy
 
@@ -359,7 +359,19 @@ def test_a_killed_instance_without_an_heir_ends_a_request_that_is_not_streamed_w
         victim.kill()
         assert answer.result().status_code == 503
     until(lambda: server.front_end.dispatcher.in_flight == 0)
-    assert server.front_end.llm.engine_core.unserved == set()
+    assert server.front_end.llm.engine_core.unserved == {}
+
+
+def test_a_full_queue_gets_429_with_retry_after(server, engine):
+    engine.tamper = lambda o: RequestOutput(o.request_id, o.attempt, o.token_index, [], FinishReason.OVERLOADED)
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=20)
+    assert answer.status_code == 429
+    assert int(answer.headers["retry-after"]) >= 1
+    assert "try again later" in answer.json()["error"]["message"]
+    assert server.front_end.llm.engine_core.unserved == {}
+    engine.tamper = lambda output: output
+    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=20).status_code == 200
 
 
 def test_without_an_instance_health_is_503_and_requests_get_503(server):
