@@ -35,7 +35,11 @@ class Server:
     _prober: subprocess.Popen[str] | None = None
 
     def stats(self) -> dict[str, Any]:
-        """`Instance.stats` of the running instance."""
+        """`Instance.stats` of an instance."""
+        return self.all_stats(1)[0]
+
+    def all_stats(self, count: int) -> list[dict[str, Any]]:
+        """`Instance.stats` of `count` instances, or of those that answer."""
         if self._prober is None:
             self._prober = subprocess.Popen(
                 [sys.executable, "-m", "tests.e2e.prober"],
@@ -47,7 +51,7 @@ class Server:
             )
         assert self._prober.stdin is not None
         assert self._prober.stdout is not None
-        print(file=self._prober.stdin, flush=True)
+        print(count, file=self._prober.stdin, flush=True)
         for line in self._prober.stdout:
             if line.startswith("stats "):
                 return json.loads(line.removeprefix("stats "))
@@ -59,13 +63,15 @@ class Server:
             self._prober.wait()
             self._prober = None
 
-    def idle(self) -> bool:
-        """Whether no request runs and every KV block is free."""
-        s = self.stats()
-        return s["running"] == s["waiting"] == s["draining_allocations"] == 0 and s["kv_used_fraction"] == 0
+    def idle(self, count: int = 1) -> bool:
+        """Whether no request runs and every KV block is free on `count` instances."""
+        stats = self.all_stats(count)
+        return len(stats) == count and all(
+            s["running"] == s["waiting"] == s["draining_allocations"] == 0 and s["kv_used_fraction"] == 0 for s in stats
+        )
 
-    def wait_idle(self, seconds: float = 20.0) -> None:
-        wait_for(self.idle, seconds, lambda: f"not idle: {self.stats()}")
+    def wait_idle(self, seconds: float = 20.0, count: int = 1) -> None:
+        wait_for(lambda: self.idle(count), seconds, lambda: f"not idle: {self.all_stats(count)}")
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
