@@ -9,7 +9,7 @@ CONFIG ?= deployments/conflux.yaml
 .PHONY: serve test test-fast lint setup model lock clean
 
 serve: setup model
-	@eval "$$($(BIN)/python -m conflux_ray.serving.environment)" && exec $(BIN)/serve run $(CONFIG)
+	@exec $(BIN)/conflux serve $(CONFIG)
 
 setup: $(STAMP)
 

@@ -36,6 +36,8 @@ class Command:
 
 
 COMMANDS = (
+    Command("serve", "conflux_ray.launch:serve_main", "serve a deployment; on SIGTERM, let running requests end first"),
+    Command("drain", "conflux_ray.launch:drain_main", "let a running server take no new requests, and wait"),
     Command("profile", "conflux_ray.profiling.command:main", "measure a latency profile of this machine, or check one"),
     Command("models", "conflux_ray.models.__main__:main", "write one of the package's models into a folder"),
     Command("bench scheduler", "conflux_ray.bench.scheduler:main", "what one scheduling step costs"),

@@ -88,7 +88,7 @@ class InstanceConfig(_Section):
     cuda_graphs: bool = Field(True, description="Capture the shared linear regions as CUDA graphs (device cuda).")
     attention_graphs: bool = Field(
         False,
-        description="Capture the attention region once an iteration and repeat it for all layers (device cuda); right on "
+        description="Capture the attention region once an iteration, repeat it for all layers (device cuda); right on "
         "the CPU, not yet measured on a GPU.",
     )
     max_num_seqs: int = Field(128, ge=1, description="Most resident decodes of one logical rank.")

@@ -240,6 +240,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     waiting: int
     kv_used_fraction: float
     draining: bool = False  # takes no new requests
+    closing: bool = False  # nor will any other instance: the deployment is being stopped
 
 
 class Outputs(msgspec.Struct, array_like=True, tag="out", gc=False):

@@ -114,7 +114,8 @@ class Instance:
         self._meter = LoadMeter(self._engine)
         self._requests: dict[str, tuple[str, AddRequest, float]] = {}  # engine id -> peer, message, receipt
         self._failure: str | None = None
-        self._draining = False
+        self._ending = False  # this replica is being stopped
+        self._drain = False  # the registry asks for it
         self._stop = threading.Event()
         self._last_progress = time.monotonic()
 
@@ -142,6 +143,11 @@ class Instance:
             f" max_model_len {geometry.max_model_len}"
         )
 
+    @property
+    def _draining(self) -> bool:
+        """Whether it takes no new requests."""
+        return self._ending or self._drain
+
     def _progress(self, line: str) -> None:
         logger.info("[%6.1f s] %s", time.monotonic() - self._started, line)
 
@@ -161,7 +167,7 @@ class Instance:
         """Drain: take no new requests, let the running ones end, then stop the workers."""
         if not hasattr(self, "_thread"):
             return
-        self._draining = True
+        self._ending = True
         self._endpoint.wake()
         deadline = time.monotonic() + self._config.instance.drain_timeout_s
         while self._thread.is_alive() and self._engine.requests and time.monotonic() < deadline:
@@ -175,7 +181,7 @@ class Instance:
 
     def stats(self) -> dict[str, Any]:
         """Counters and load of the engine."""
-        report = self._meter.report(self._draining)
+        report = self._meter.report(self._draining, self._drain)
         counters = self._engine.counters
         return {
             "instance_id": self._info.instance_id,
@@ -229,7 +235,7 @@ class Instance:
         messages = self._to_wire(outputs)
         for peer, refusals in rejected.items():
             messages.setdefault(peer, []).extend(refusals)
-        self._endpoint.publish(messages, self._meter.report(self._draining))
+        self._endpoint.publish(messages, self._meter.report(self._draining, self._drain))
 
     def _add(self, peer: str, message: AddRequest) -> RequestOutput | None:
         limits = self._config.limits
@@ -290,7 +296,9 @@ class Instance:
     def _beat(self) -> None:
         while not self._stop.is_set() and self._failure is None:
             try:
-                known = ray.get(self._registry.heartbeat.remote(*self._info_base), timeout=HEARTBEAT_SECONDS * 3)
+                idle = self._draining and not self._requests
+                beat = self._registry.heartbeat.remote(*self._info_base, idle)
+                known, self._drain = ray.get(beat, timeout=HEARTBEAT_SECONDS * 3)
                 if not known:
                     ray.get(self._registry.register.remote(self._info), timeout=HEARTBEAT_SECONDS * 3)
             except ray.exceptions.RayError as error:

@@ -33,8 +33,8 @@ class LoadMeter:
         if latest.prefill_tokens and latest.measured > 0:
             self._measured_rate += _WEIGHT * (latest.prefill_tokens / latest.measured - self._measured_rate)
 
-    def report(self, draining: bool) -> LoadReport:
-        """The present load."""
+    def report(self, draining: bool = False, closing: bool = False) -> LoadReport:
+        """The present load; see `LoadReport` for the arguments."""
         engine = self._engine
         remaining = sum(r.prefill_tokens - r.computed_tokens for r in engine.pending)
         rate, decodes = self._measured_rate, 0.0
@@ -50,4 +50,5 @@ class LoadMeter:
             waiting=engine.num_waiting,
             kv_used_fraction=used,
             draining=draining,
+            closing=closing,
         )

@@ -29,21 +29,42 @@ class Registry:
         self._seen: dict[str, float] = {}
         self._version = 0
         self._changed = asyncio.Event()
+        self._draining = False
+        self._busy: set[str] = set()  # instances that may have requests, or take new ones
 
     async def register(self, info: InstanceInfo) -> None:
         """Add an instance, or replace an earlier incarnation of it."""
         self._seen[info.instance_id] = time.monotonic()
+        self._busy.add(info.instance_id)
         if self._instances.get(info.instance_id) != info:
             self._instances[info.instance_id] = info
             self._notify()
 
-    async def heartbeat(self, instance_id: str, incarnation: str) -> bool:
-        """Keep an instance listed; False if it is not, and has to register again."""
+    async def heartbeat(self, instance_id: str, incarnation: str, idle: bool = False) -> tuple[bool, bool]:
+        """Keep an instance listed.
+
+        Args:
+            instance_id, incarnation: who it is.
+            idle: it takes no new requests and has none.
+
+        Returns:
+            Whether it is listed (or has to register again), and whether it should take no new requests.
+        """
         info = self._instances.get(instance_id)
         if info is None or info.incarnation != incarnation:
-            return False
+            return False, self._draining
         self._seen[instance_id] = time.monotonic()
-        return True
+        (self._busy.discard if idle else self._busy.add)(instance_id)
+        return True, self._draining
+
+    async def drain(self, on: bool) -> None:
+        """Tell all instances, present and future, with their next heartbeat to take no new requests, or to again."""
+        self._draining = on
+
+    async def drained(self) -> bool:
+        """Whether every listed instance takes no new requests and has none."""
+        self._expire()
+        return self._draining and not self._busy & set(self._instances)
 
     async def leave(self, instance_id: str, incarnation: str) -> None:
         """Remove an instance; a later incarnation stays."""

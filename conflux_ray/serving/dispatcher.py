@@ -113,9 +113,11 @@ class Dispatcher:
         return self.router.has_instance()
 
     async def wait_ready(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for an instance that takes requests."""
+        """Wait up to `timeout` seconds for an instance that takes requests; not at all while the deployment stops."""
         deadline = time.monotonic() + timeout
         while not self.is_ready():
+            if self.router.is_closing():
+                return False
             self._ready.clear()
             try:
                 await asyncio.wait_for(self._ready.wait(), deadline - time.monotonic())
@@ -278,6 +280,8 @@ class Dispatcher:
         self.router.update(message.instance_id, message.received, message.report)
         if was_draining and not load.draining:
             self._retry_waiting(message.instance_id)
+        elif self.router.is_closing():
+            self._ready.set()  # nobody needs to wait any longer
         if message.outputs and (outputs := [o for o in message.outputs if self._accept(message.instance_id, o)]):
             self._deliver(outputs)
 

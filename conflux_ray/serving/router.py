@@ -107,6 +107,11 @@ class Router:
         """Whether some instance takes requests."""
         return any(not load.draining for load in self._loads.values())
 
+    def is_closing(self) -> bool:
+        """Whether the deployment is being stopped: no instance takes requests, and none will come."""
+        reports = [load.report for load in self._loads.values()]
+        return bool(reports) and all(report is not None and report.closing for report in reports)
+
     def add_instance(self, ready: Ready) -> None:
         """A session with this instance has opened."""
         self._loads[ready.instance_id] = InstanceLoad(ready, reported_at=self._clock())

@@ -101,13 +101,16 @@ def ready(url: str) -> bool:
 
 
 @contextmanager
-def running(folder: Path, port: int, environment: dict[str, str] | None = None, **changes: Any) -> Iterator[Server]:
-    """`serve run` of deployments/conflux.yaml with `changes` to its args, stopped at the end.
+def running(
+    folder: Path, port: int, environment: dict[str, str] | None = None, launcher: bool = False, **changes: Any
+) -> Iterator[Server]:
+    """`serve run` (or `conflux serve`) of deployments/conflux.yaml with `changes` to its args, stopped at the end.
 
     Args:
         folder: for the configuration and the log.
         port: of HTTP.
         environment: variables for the server in place of `serve_environment()`.
+        launcher: run `conflux serve`.
         changes: per section of the args, the keys to set.
     """
     config = yaml.safe_load((REPOSITORY / "deployments" / "conflux.yaml").read_text())
@@ -119,9 +122,10 @@ def running(folder: Path, port: int, environment: dict[str, str] | None = None, 
     path.write_text(yaml.safe_dump(config))
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("CONFLUX_VLLM", "RAY_", "VLLM_LOGGING"))}
     variables |= serve_environment() if environment is None else environment
+    program, *arguments = ("conflux", "serve") if launcher else ("serve", "run")
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [str(Path(sys.executable).with_name("serve")), "run", str(path)],
+            [str(Path(sys.executable).with_name(program)), *arguments, str(path)],
             stdout=out,
             stderr=subprocess.STDOUT,
             env=variables,

@@ -21,12 +21,12 @@ TINY = {
 }
 
 
-def tiny_server(folder: Path, port: int, **instance: Any):
+def tiny_server(folder: Path, port: int, launcher: bool = False, **instance: Any):
     """A server of tiny-llama on two ranks; `instance` changes keys of that section."""
     changes = {section: dict(values) for section, values in TINY.items()}
     changes["model"]["path"] = str(store.model_dir("tiny-llama"))
     changes["instance"] |= instance
-    return running(folder, port, **changes)
+    return running(folder, port, launcher=launcher, **changes)
 
 
 def workers_of(server: Server) -> list[psutil.Process]:

@@ -64,7 +64,7 @@ class FakeEngine:
         self.running: dict[str, Running] = {}
         self.added: list[AddRequest] = []
         self.aborted: list[tuple[str, int]] = []
-        self.draining = False
+        self.draining = self.closing = False
         self.choose: Callable[[AddRequest, int], int] = lambda r, position: token(len(r.prompt_token_ids), position)
         self.tamper: Callable[[RequestOutput], RequestOutput] = lambda output: output
         self._stop = threading.Event()
@@ -111,7 +111,7 @@ class FakeEngine:
             outputs.setdefault(running.peer, []).append(output)
             if output.finish_reason is not None:
                 del self.running[request_id]
-        report = LoadReport(0.0, 1000.0, len(self.running), 0, 0.0, self.draining)
+        report = LoadReport(0.0, 1000.0, len(self.running), 0, 0.0, self.draining, self.closing)
         self.endpoint.publish(outputs, report)
 
     def _next_output(self, running: Running) -> RequestOutput:

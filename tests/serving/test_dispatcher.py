@@ -322,6 +322,25 @@ def test_a_draining_instance_keeps_its_requests_and_gets_no_new_ones(engine, oth
     run(front, scenario)
 
 
+def test_while_the_deployment_stops_nobody_waits_for_an_instance(engine):
+    engine.draining = engine.closing = True
+    front = Front(engine)
+
+    async def scenario():
+        await until(front.dispatcher.router.is_closing)
+        assert not front.dispatcher.is_ready()
+        assert not await asyncio.wait_for(front.dispatcher.wait_ready(60.0), 1.0)
+        engine.closing = False
+        await until(lambda: not front.dispatcher.router.is_closing())
+        waiting = asyncio.create_task(front.dispatcher.wait_ready(60.0))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()  # an instance may come
+        engine.closing = True
+        assert not await asyncio.wait_for(waiting, 1.0)
+
+    run(front, scenario)
+
+
 def test_requests_of_one_group_share_an_instance(engine, other):
     front = Front(engine, other)
 
