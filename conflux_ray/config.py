@@ -305,6 +305,7 @@ def _refuse_features(config: ConfluxConfig, hf: dict[str, Any]) -> None:
         "MLA (kv_lora_rank)": hf.get("kv_lora_rank") is not None,
         "attention sinks": hf.get("model_type") == "gpt_oss" or bool(hf.get("attention_sinks")),
         "ALiBi": bool(hf.get("alibi")) or hf.get("model_type") in ("bloom", "mpt"),
+        "an attention logit soft cap (attn_logit_softcapping)": bool(hf.get("attn_logit_softcapping")),
         "sliding-window attention (sliding_window)": sliding,
         f"mixture of experts ({experts})": experts is not None,
         "multimodal input (vision_config or audio_config)": "vision_config" in hf or "audio_config" in hf,

@@ -195,6 +195,33 @@ class TestParsing:
         assert config.model.name == "smollm2-135m-instruct"
         assert config.instance.num_workers == 3
 
+    @pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "deployments").glob("*.yaml")), ids=str)
+    def test_every_deployment_fits_its_model(self, path: Path):
+        config = parse(yaml.safe_load(path.read_text())["applications"][0]["args"])
+        known = {"Qwen/Qwen3-14B": QWEN3_14B, "smollm2-135m-instruct": SMOLLM2}
+        assert check_model(config, known[config.model.path]).max_model_len == config.model.max_model_len
+
+
+class TestBlocks:
+    @pytest.mark.parametrize(
+        ("device", "sp_degree", "block_size", "expected"),
+        [
+            ("cpu", 3, None, 16),
+            ("cuda", 1, None, 128),
+            ("cuda", 2, None, 64),
+            ("cuda", 16, None, 16),
+            ("cuda", 4, 48, 48),
+        ],
+    )
+    def test_a_gpu_s_prefill_page_has_128_tokens_by_default(self, device, sp_degree, block_size, expected):
+        instance = InstanceConfig(device=device, sp_degree=sp_degree, block_size=block_size)
+        assert instance.block_tokens == expected
+
+    def test_a_smaller_page_is_refused_on_gpus(self):
+        values = {"model": {"path": "m"}, "instance": {"device": "cuda", "sp_degree": 2, "block_size": 32}}
+        with pytest.raises(ConfigError, match=r"instance\.block_size=32: .* raise it to 64"):
+            check_model(parse(values), QWEN3_14B)
+
 
 class TestModels:
     @pytest.mark.parametrize(
@@ -270,6 +297,7 @@ class TestUnsupportedModels:
             ({"model_type": "deepseek_v2", "kv_lora_rank": 512}, "MLA (kv_lora_rank)"),
             ({"model_type": "gpt_oss"}, "attention sinks"),
             ({"attention_sinks": 4}, "attention sinks"),
+            ({"attn_logit_softcapping": 50.0}, "attention logit soft cap"),
             ({"model_type": "bloom"}, "ALiBi"),
             ({"model_type": "mpt"}, "ALiBi"),
             ({"model_type": "falcon", "alibi": True}, "ALiBi"),
