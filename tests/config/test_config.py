@@ -37,6 +37,18 @@ LLAMA_3_1_8B = {
     "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
     "torch_dtype": "bfloat16",
 }
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+}
 QWEN3_14B = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -195,7 +207,9 @@ class TestParsing:
         assert config.model.name == "smollm2-135m-instruct"
         assert config.instance.num_workers == 3
 
-    @pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "deployments").glob("*.yaml")), ids=str)
+    @pytest.mark.parametrize(
+        "path", sorted((Path(__file__).parents[2] / "deployments").glob("*.yaml")), ids=lambda path: path.name
+    )
     def test_every_deployment_fits_its_model(self, path: Path):
         config = parse(yaml.safe_load(path.read_text())["applications"][0]["args"])
         known = {"Qwen/Qwen3-14B": QWEN3_14B, "smollm2-135m-instruct": SMOLLM2}
