@@ -6,13 +6,18 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve.config import AutoscalingPolicy
 
+from conflux_ray.cluster.autoscaling import QueuedWorkPolicy
 from conflux_ray.cluster.instance import Instance, instance_bundles
 from conflux_ray.cluster.registry import OpenDirectory
-from conflux_ray.config import ConfluxConfig, check_model, parse, read_model_config, resolve_model
+from conflux_ray.config import ConfluxConfig, InstanceConfig, check_model, parse, read_model_config, resolve_model
 from conflux_ray.serving.ingress import build_ingress
 from conflux_ray.serving.options import IngressOptions
 from conflux_ray.wire import Slo
+
+LOOK_BACK_SECONDS = 10.0
+"""Over how long Ray Serve averages what instances record for autoscaling."""
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -28,7 +33,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     device = config.instance.device
     instances = serve.deployment(
         name="instance",
-        num_replicas=config.instance.num_replicas,
+        **_replicas(config.instance),
         max_ongoing_requests=16,
         health_check_period_s=2,
         health_check_timeout_s=30,
@@ -47,6 +52,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         max_in_flight=config.limits.max_requests_per_ingress,
         max_body_bytes=config.limits.max_body_bytes,
         no_instance_timeout=config.limits.no_instance_timeout_s,
+        api_keys=config.ingress.api_keys(),
     )
     return build_ingress(
         options,
@@ -55,6 +61,28 @@ def build(args: dict[str, Any]) -> serve.Application:
         ray_actor_options={"num_cpus": 0.1 if device == "cpu" else 1},
         graceful_shutdown_timeout_s=config.instance.drain_timeout_s + 30,
     )
+
+
+def _replicas(instance: InstanceConfig) -> dict[str, Any]:
+    """Options of the instances' deployment that say how many there are."""
+    scaling = instance.autoscaling
+    if scaling is None:
+        return {"num_replicas": instance.num_replicas}
+    policy = AutoscalingPolicy(
+        policy_function=QueuedWorkPolicy,
+        policy_kwargs={"target_queued_s": scaling.target_queued_s, "target_kv_used": scaling.target_kv_used},
+    )
+    return {
+        "autoscaling_config": {
+            "min_replicas": scaling.min_replicas,
+            "max_replicas": scaling.max_replicas,
+            "initial_replicas": min(max(instance.num_replicas, scaling.min_replicas), scaling.max_replicas),
+            "upscale_delay_s": scaling.upscale_delay_s,
+            "downscale_delay_s": scaling.downscale_delay_s,
+            "look_back_period_s": LOOK_BACK_SECONDS,
+            "policy": policy,
+        }
+    }
 
 
 def on_device(config: ConfluxConfig) -> ConfluxConfig:

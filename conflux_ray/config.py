@@ -67,10 +67,28 @@ class ModelConfig(_Section):
         return self.served_model_name or Path(self.path).name
 
 
+class AutoscalingConfig(_Section):
+    """How many instances there are; the unit is one instance, all its workers."""
+
+    min_replicas: int = Field(1, ge=1)
+    max_replicas: int = Field(ge=1)
+    target_queued_s: float = Field(1.0, gt=0, description="Queued work that an instance may have, seconds.")
+    target_kv_used: float = Field(0.8, gt=0, le=1, description="Share of its KV that may be in use.")
+    upscale_delay_s: float = Field(10.0, ge=0, description="How long more are wanted before more are started.")
+    downscale_delay_s: float = Field(300.0, ge=0, description="How long fewer are wanted before one is drained.")
+
+    @model_validator(mode="after")
+    def _check_order(self) -> AutoscalingConfig:
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas={self.max_replicas} is below min_replicas={self.min_replicas}; raise it")
+        return self
+
+
 class InstanceConfig(_Section):
     """One XP instance: N logical ranks of `tensor_parallel` workers each."""
 
-    num_replicas: int = Field(1, ge=1, description="Instances.")
+    num_replicas: int = Field(1, ge=1, description="Instances; the first number of them with `autoscaling`.")
+    autoscaling: AutoscalingConfig | None = Field(None, description="Let load decide how many there are.")
     tensor_parallel: int = Field(1, ge=1, description="Base TP: workers of one logical rank.")
     sp_degree: int = Field(1, ge=1, description="N: logical ranks; prefill runs with Ulysses SP over them.")
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -141,6 +159,9 @@ class LimitsConfig(_Section):
 
     max_queued_requests: int = Field(1024, ge=1, description="Of one instance; beyond, requests are rejected with 429.")
     max_requests_per_ingress: int = Field(4096, ge=1)
+    reject_hopeless: bool = Field(
+        False, description="Answer 429 at once where the queued work leaves no way to meet a request's TTFT."
+    )
     max_body_bytes: int = Field(16 << 20, ge=1024)
     no_instance_timeout_s: float = Field(
         120.0, ge=0, description="Longest a request waits while no instance is ready: time for one to start again."
@@ -151,6 +172,28 @@ class IngressConfig(_Section):
     """The OpenAI-compatible front end."""
 
     num_replicas: int = Field(1, ge=1)
+    api_key_file: str | None = Field(
+        None, description="A file with one API key a line; requests need one of them. None: everyone may ask."
+    )
+
+    def api_keys(self) -> tuple[str, ...]:
+        """The keys in `api_key_file`.
+
+        Raises:
+            ConfigError: the file cannot be read, or has none.
+        """
+        if self.api_key_file is None:
+            return ()
+        try:
+            lines = Path(self.api_key_file).expanduser().read_text().splitlines()
+        except OSError as error:
+            raise ConfigError(
+                f"ingress.api_key_file={self.api_key_file!r}: {error.strerror}; name a readable file"
+            ) from None
+        keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+        if not keys:
+            raise ConfigError(f"ingress.api_key_file={self.api_key_file!r}: no key in it; write one a line")
+        return keys
 
 
 class ConfluxConfig(_Section):

@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 
+from conflux_ray.cluster.autoscaling import KV_USED, QUEUED_WORK
 from conflux_ray.cluster.load import LoadMeter
 from conflux_ray.cluster.policy import make_policy
 from conflux_ray.cluster.registry import HEARTBEAT_SECONDS, registry_handle
@@ -112,6 +113,7 @@ class Instance:
         )
         self._loop = IterationLoop(self._engine, self._workers, instance.iteration_timeout_s)
         self._meter = LoadMeter(self._engine)
+        self._load = self._meter.report()  # as last published
         self._requests: dict[str, tuple[str, AddRequest, float]] = {}  # engine id -> peer, message, receipt
         self._failure: str | None = None
         self._ending = False  # this replica is being stopped
@@ -177,6 +179,11 @@ class Instance:
         await asyncio.to_thread(self._thread.join, 10.0)
         await asyncio.to_thread(self._workers.stop)
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """For the autoscaling policy (`cluster.autoscaling`)."""
+        report = self._load
+        return {QUEUED_WORK: report.queued_work_s, KV_USED: report.kv_used_fraction}
+
     # What tests and operators may ask
 
     def stats(self) -> dict[str, Any]:
@@ -235,7 +242,8 @@ class Instance:
         messages = self._to_wire(outputs)
         for peer, refusals in rejected.items():
             messages.setdefault(peer, []).extend(refusals)
-        self._endpoint.publish(messages, self._meter.report(self._draining, self._drain))
+        self._load = self._meter.report(self._draining, self._drain)
+        self._endpoint.publish(messages, self._load)
 
     def _add(self, peer: str, message: AddRequest) -> RequestOutput | None:
         limits = self._config.limits
@@ -243,6 +251,8 @@ class Instance:
             return self._refusal(message, FinishReason.REJECTED, "the instance is draining")
         if len(self._requests) >= limits.max_queued_requests:
             return self._refusal(message, FinishReason.OVERLOADED, "the instance's queue is full")
+        if limits.reject_hopeless and not message.output_token_ids and self._is_hopeless(message):
+            return self._refusal(message, FinishReason.OVERLOADED, "its TTFT cannot be met any more")
         now = self._loop.clock()
         key = f"{peer}/{message.request_id}"
         try:
@@ -261,6 +271,12 @@ class Instance:
             return self._refusal(message, FinishReason.ERROR, str(error))
         self._requests[key] = (peer, message, now)
         return None
+
+    def _is_hopeless(self, message: AddRequest) -> bool:
+        """Whether the work queued before a new request, and its own, take longer than its TTFT leaves."""
+        load = self._meter.report()
+        needed = load.queued_work_s + len(message.prompt_token_ids) / load.capacity
+        return message.age_s + needed > message.slo.ttft_s
 
     @staticmethod
     def _refusal(message: AddRequest, reason: FinishReason, error: str) -> RequestOutput:

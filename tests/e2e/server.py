@@ -102,18 +102,24 @@ def ready(url: str) -> bool:
 
 @contextmanager
 def running(
-    folder: Path, port: int, environment: dict[str, str] | None = None, launcher: bool = False, **changes: Any
+    folder: Path,
+    port: int,
+    environment: dict[str, str] | None = None,
+    launcher: bool = False,
+    deployment: str = "conflux.yaml",
+    **changes: Any,
 ) -> Iterator[Server]:
-    """`serve run` (or `conflux serve`) of deployments/conflux.yaml with `changes` to its args, stopped at the end.
+    """`serve run` (or `conflux serve`) of a deployment with `changes` to its args, stopped at the end.
 
     Args:
         folder: for the configuration and the log.
         port: of HTTP.
         environment: variables for the server in place of `serve_environment()`.
         launcher: run `conflux serve`.
+        deployment: file in deployments/.
         changes: per section of the args, the keys to set.
     """
-    config = yaml.safe_load((REPOSITORY / "deployments" / "conflux.yaml").read_text())
+    config = yaml.safe_load((REPOSITORY / "deployments" / deployment).read_text())
     config["http_options"]["port"] = port
     args = config["applications"][0]["args"]
     for section, values in changes.items():

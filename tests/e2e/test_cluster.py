@@ -13,18 +13,16 @@ import httpx
 import pytest
 
 from conflux_ray.models import store
-from tests.e2e.server import Server, wait_for
-from tests.e2e.tiny import Stream, tiny_server, workers_of
+from tests.e2e.server import Server, running, wait_for
+from tests.e2e.tiny import Stream, workers_of
 
 pytestmark = pytest.mark.heavy
-
-HANG_SECONDS = 6
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("cluster")
-    with tiny_server(folder, 18200, num_replicas=2, sp_degree=1, iteration_timeout_s=HANG_SECONDS) as server:
+    with running(folder, 18200, deployment="two-instances.yaml", model={"served_model_name": "tiny"}) as server:
         both(server)
         yield server
 
