@@ -6,7 +6,7 @@ LOCK := locks/cpu.txt
 STAMP := $(VENV)/.installed
 CONFIG ?= deployments/conflux.yaml
 
-.PHONY: serve test test-fast lint setup model lock clean
+.PHONY: serve test test-fast test-chaos lint setup model lock clean
 
 serve: setup model
 	@exec $(BIN)/conflux serve $(CONFIG)
@@ -34,6 +34,11 @@ lint: setup
 
 test: lint
 	$(BIN)/python -m pytest -m "not gpu"
+
+# Two instances under random faults for some ten minutes; SEED chooses which.
+SEED ?= 0
+test-chaos: setup
+	$(BIN)/python -m tests.e2e.chaos --streams 200 --faults 12 --seed $(SEED)
 
 # Planning, KV and configuration: neither torch nor vLLM is imported.
 test-fast: setup

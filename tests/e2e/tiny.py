@@ -46,9 +46,10 @@ def leftovers() -> set[str]:
 class Stream(threading.Thread):
     """A client that reads one greedy stream to its end, whatever happens to the server meanwhile."""
 
-    def __init__(self, server: Server, prompt: list[int], max_tokens: int) -> None:
+    def __init__(self, server: Server, prompt: list[int], max_tokens: int, **changes: Any) -> None:
         super().__init__()
         self.url = server.url
+        self.changes = changes
         self.body = {
             "model": "tiny",
             "prompt": prompt,
@@ -57,7 +58,7 @@ class Stream(threading.Thread):
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
-        }
+        } | changes
         self.tokens: list[int] = []
         self.first = threading.Event()
         self.finish_reason: str | None = None
