@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from conflux_ray.execution.batch import BlockTable, RankBatch, gather_slots, slots, stack_tables
+from conflux_ray.execution.batch import BlockTable, RankBatch, gather_slots, stack_tables
 from conflux_ray.execution.device import Device, Event, Sequences, Stream
 
 
@@ -136,17 +136,15 @@ def build_step(
         decode_sms: multiprocessors for decode attention where it runs beside prefill; None lets both take all.
     """
     prefill_blocks, prefill_offsets = gather_slots(batch.received, prefill_tables, pool.prefill_page)
-    written = [
-        slots(decode_tables[a], batch.decode_positions[i : i + 1], pool.block_size)
-        for i, a in enumerate(batch.decode_ids)
-    ]
-    decode_lens = [int(p) + 1 for p in batch.decode_positions]
+    indices, decode_offsets = np.divmod(batch.decode_positions, pool.block_size)
+    written = [decode_tables[a][i] for a, i in zip(batch.decode_ids, indices.tolist(), strict=True)]
+    decode_lens = (batch.decode_positions + 1).tolist()
     prefill_lens = [s.end for s in batch.received]
     decode_margin = prefill_margin = 0
     if decode_sms is not None and overlap and batch.decode_ids and batch.received and device.num_sms:
         decode_margin, prefill_margin = max(device.num_sms - decode_sms, 0), decode_sms
     parts: list[npt.NDArray[Any]] = [
-        np.array([int(b[0]) for b, _ in written], np.int64),
+        np.array(written, np.int64),
         prefill_blocks,
         stack_tables([decode_tables[a] for a in batch.decode_ids], decode_lens, pool.block_size),
         stack_tables([prefill_tables[s.alloc_id] for s in batch.received], prefill_lens, pool.prefill_page),
@@ -159,7 +157,7 @@ def build_step(
         overlap=overlap,
         tables=tables,
         decode_blocks=uploaded[0],
-        decode_offsets=device.upload(np.array([int(o[0]) for _, o in written], np.int64)),
+        decode_offsets=device.upload(decode_offsets),
         decode=_sequences(device, uploaded[2], [1] * batch.num_decodes, decode_lens, decode_margin),
         prefill_blocks=uploaded[1],
         prefill_offsets=device.upload(prefill_offsets),
