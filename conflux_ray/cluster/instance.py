@@ -251,7 +251,12 @@ class Instance:
             return self._refusal(message, FinishReason.REJECTED, "the instance is draining")
         if len(self._requests) >= limits.max_queued_requests:
             return self._refusal(message, FinishReason.OVERLOADED, "the instance's queue is full")
-        if limits.reject_hopeless and not message.output_token_ids and self._is_hopeless(message):
+        new = not message.output_token_ids
+        if (
+            limits.reject_hopeless
+            and new
+            and not self._meter.can_meet(message.slo.ttft_s - message.age_s, len(message.prompt_token_ids))
+        ):
             return self._refusal(message, FinishReason.OVERLOADED, "its TTFT cannot be met any more")
         now = self._loop.clock()
         key = f"{peer}/{message.request_id}"
@@ -271,12 +276,6 @@ class Instance:
             return self._refusal(message, FinishReason.ERROR, str(error))
         self._requests[key] = (peer, message, now)
         return None
-
-    def _is_hopeless(self, message: AddRequest) -> bool:
-        """Whether the work queued before a new request, and its own, take longer than its TTFT leaves."""
-        load = self._meter.report()
-        needed = load.queued_work_s + len(message.prompt_token_ids) / load.capacity
-        return message.age_s + needed > message.slo.ttft_s
 
     @staticmethod
     def _refusal(message: AddRequest, reason: FinishReason, error: str) -> RequestOutput:

@@ -33,6 +33,11 @@ class LoadMeter:
         if latest.prefill_tokens and latest.measured > 0:
             self._measured_rate += _WEIGHT * (latest.prefill_tokens / latest.measured - self._measured_rate)
 
+    def can_meet(self, seconds: float, prompt_tokens: int) -> bool:
+        """Whether a new request could have its first token within `seconds`, behind all that is queued now."""
+        load = self.report()
+        return load.queued_work_s + prompt_tokens / load.capacity <= seconds
+
     def report(self, draining: bool = False, closing: bool = False) -> LoadReport:
         """The present load; see `LoadReport` for the arguments."""
         engine = self._engine

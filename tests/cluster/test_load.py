@@ -85,6 +85,17 @@ def test_without_a_latency_model_the_rate_is_the_measured_one() -> None:
     assert meter.report(False).capacity > before
 
 
+def test_a_request_can_be_met_if_it_and_what_is_queued_before_it_fit_its_time() -> None:
+    instance = engine()
+    meter = LoadMeter(instance)
+    rate = meter.report().capacity
+    assert meter.can_meet(1.01 * 100 / rate, 100)
+    assert not meter.can_meet(0.99 * 100 / rate, 100)
+    add(instance, "before", 300)
+    assert not meter.can_meet(1.01 * 100 / rate, 100)
+    assert meter.can_meet(1.01 * 400 / rate, 100)
+
+
 class Deaf:
     """Workers that note how long they are waited for."""
 

@@ -21,6 +21,7 @@ from conflux_ray.config import (
     read_model_config,
     size_pool,
 )
+from conflux_ray.models.tiny import TinyModel
 
 MIB = 1 << 20
 
@@ -212,7 +213,7 @@ class TestParsing:
     )
     def test_every_deployment_fits_its_model(self, path: Path):
         config = parse(yaml.safe_load(path.read_text())["applications"][0]["args"])
-        known = {"Qwen/Qwen3-14B": QWEN3_14B, "smollm2-135m-instruct": SMOLLM2}
+        known = {"Qwen/Qwen3-14B": QWEN3_14B, "smollm2-135m-instruct": SMOLLM2, "tiny-llama": TinyModel().config()}
         assert check_model(config, known[config.model.path]).max_model_len == config.model.max_model_len
 
 
