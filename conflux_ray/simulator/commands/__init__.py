@@ -1,0 +1,1 @@
+"""The subcommands `conflux simulate`, `goodput`, `figures` and `plan`."""

@@ -1,0 +1,60 @@
+"""`conflux figures`: every figure and table of the paper that a model can give, and a page that compares."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from conflux_ray.simulator.figures import cases_beyond_the_paper, cases_of_the_paper, make
+from conflux_ray.simulator.goodput import Search
+from conflux_ray.simulator.page import render
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write reproduction.md, img/reproduction/*.png and data/reproduction/*.csv below a folder.
+
+    Args:
+        argv: command line after `conflux figures`.
+
+    Returns:
+        Exit status.
+    """
+    parser = argparse.ArgumentParser(
+        prog="conflux figures",
+        description="Make the paper's figures and tables from the simulator.",
+        epilog="Without the trace files, lengths are drawn from the quantiles of the paper's Table 3.",
+    )
+    parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of the page")
+    parser.add_argument("--traces", type=Path, default=Path("../shared/data/traces"), help="folder of the trace files")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=240.0, help="of arrivals in one simulation")
+    parser.add_argument("--tolerance", type=float, default=0.03, help="of a goodput")
+    parser.add_argument("--only", nargs="*", metavar="FIGURE", help="of fig12 fig16 fig17 degree prefix ablation")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    args = parser.parse_args(argv)
+    cases = [*cases_of_the_paper(), *cases_beyond_the_paper()]
+    if args.only is not None:
+        unknown = set(args.only) - {case.group for case in cases}
+        if unknown:
+            parser.error(f"--only {' '.join(sorted(unknown))}: no such figure")
+        cases = [case for case in cases if case.group in args.only]
+    try:
+        from conflux_ray.simulator.plots import write_all
+    except ImportError:
+        parser.error("figures need matplotlib: pip install matplotlib")
+    search = Search(args.seconds, args.seeds, tolerance=args.tolerance)
+    results = make(search, args.jobs, args.traces if args.traces.is_dir() else None, cases)
+    names = write_all(results, args.out / "img" / "reproduction", args.out / "data" / "reproduction")
+    words = sys.argv[1:] if argv is None else list(argv)
+    given = words[words.index("figures") + 1 :] if "figures" in words else words
+    page = args.out / "reproduction.md"
+    page.write_text(render(results, "img/reproduction", " ".join(["conflux", "figures", *given])))
+    print(f"{page}, {len(names)} images, {sum(map(bool, results.tables.values()))} tables in {results.seconds:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

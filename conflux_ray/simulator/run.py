@@ -1,0 +1,175 @@
+"""One simulation: a workload on a deployment of a system."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from conflux_ray.simulator.clock import Clock
+from conflux_ray.simulator.deployment import Deployment, Instance
+from conflux_ray.simulator.metrics import Summary, certainly_missed, summarize
+from conflux_ray.simulator.request import Phase, Request, Slo
+from conflux_ray.simulator.router import Router
+from conflux_ray.simulator.systems.registry import SYSTEMS
+from conflux_ray.simulator.trace import Trace
+
+CHECK_EVERY = 64
+"""Arrivals between two looks at whether the outcome is certain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What serves a workload.
+
+    Args:
+        system: a key of `SYSTEMS`.
+        deployment: of one instance.
+        slo: of every request.
+        options: of the system; {} takes its defaults.
+        instances: how many such deployments stand behind the global router.
+
+    Raises:
+        ValueError: there is no such system, or no instance.
+    """
+
+    system: str
+    deployment: Deployment
+    slo: Slo
+    options: dict[str, Any] = field(default_factory=dict)
+    instances: int = 1
+
+    def __post_init__(self) -> None:
+        if self.system not in SYSTEMS:
+            raise ValueError(f"system={self.system!r} is unknown; choose one of {', '.join(SYSTEMS)}")
+        if self.instances < 1:
+            raise ValueError(f"instances={self.instances} must be at least 1")
+
+    def build(self, clock: Clock) -> list[Instance]:
+        """All instances."""
+        options = dict(self.options)
+        if "tbt" in SYSTEMS[self.system].options():
+            options.setdefault("tbt", self.slo.tbt)
+        built = []
+        for _ in range(self.instances):
+            built += SYSTEMS[self.system].build(clock, self.deployment, options)
+        return built
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A finished simulation.
+
+    Args:
+        summary: what it shows.
+        requests: in order of arrival, with the times of their tokens.
+        routed: requests of each instance.
+        certain_miss: it was stopped early: attainment is certain to be below the asked one, and the summary partial.
+        seconds: of wall time.
+        notes: of the trace.
+    """
+
+    summary: Summary
+    requests: tuple[Request, ...]
+    routed: tuple[int, ...]
+    certain_miss: bool
+    seconds: float
+    notes: tuple[str, ...]
+
+
+class _Verdict:
+    """Stops a simulation once attainment is certain to miss `floor`."""
+
+    def __init__(self, clock: Clock, counted: Sequence[Request], floor: float) -> None:
+        self._clock = clock
+        self._open = list(counted)
+        self._allowed = len(counted) - floor * len(counted) + 1e-9
+        self._missed = 0
+        self.certain = False
+
+    def look(self) -> None:
+        still_open = []
+        for request in self._open:
+            if request.arrival > self._clock.now:
+                still_open.append(request)
+            elif certainly_missed(request, self._clock.now):
+                self._missed += 1
+            elif request.phase is not Phase.FINISHED:
+                still_open.append(request)
+        self._open = still_open
+        if self._missed > self._allowed:
+            self.certain = True
+            self._clock.stop()
+
+
+def simulate(
+    setup: Setup,
+    trace: Trace,
+    warm_up: float = 0.1,
+    floor: float | None = None,
+    progress: Callable[[], Any] | None = None,
+) -> Outcome:
+    """Serve `trace`.
+
+    Args:
+        setup: what serves it.
+        trace: the workload.
+        warm_up: share of the requests, the first ones, that no figure counts, 0..1.
+        floor: stop as soon as attainment is certain to end below it; None runs to the end.
+        progress: called at every arrival.
+
+    Raises:
+        RuntimeError: an instance ended with requests or memory still held; that is a bug of its system.
+        ValueError: the setup does not fit together.
+    """
+    started = time.perf_counter()
+    clock = Clock()
+    instances = setup.build(clock)
+    router = Router(instances)
+    requests = [
+        Request(i, r.arrival, r.prompt_tokens, r.output_tokens, setup.slo, r.hash_ids)
+        for i, r in enumerate(trace.requests)
+    ]
+    skipped = int(warm_up * len(requests))
+    verdict = _Verdict(clock, requests[skipped:], floor) if floor is not None else None
+
+    def arrive(index: int) -> None:
+        if index + 1 < len(requests):
+            clock.at(requests[index + 1].arrival, partial(arrive, index + 1))
+        router.submit(requests[index])
+        if progress is not None:
+            progress()
+        if verdict is not None and index % CHECK_EVERY == 0:
+            verdict.look()
+
+    if requests:
+        clock.at(requests[0].arrival, partial(arrive, 0))
+    clock.run()
+    certain = verdict is not None and verdict.certain
+    if not certain:
+        _check(requests, instances)
+    return Outcome(
+        summary=summarize(requests, skipped, sum(i.iterations for i in instances)),
+        requests=tuple(requests),
+        routed=tuple(router.routed),
+        certain_miss=certain,
+        seconds=time.perf_counter() - started,
+        notes=trace.notes,
+    )
+
+
+def _check(requests: Sequence[Request], instances: Sequence[Instance]) -> None:
+    """Nothing is lost: every request ended with all its tokens, every block came back."""
+    for request in requests:
+        if request.phase is Phase.FINISHED and request.generated == request.output_tokens:
+            continue
+        if request.phase is not Phase.REJECTED:
+            raise RuntimeError(
+                f"request {request.index} ended {request.phase.name} with {request.generated} of "
+                f"{request.output_tokens} tokens"
+            )
+    for number, instance in enumerate(instances):
+        if instance.kv_in_use():
+            raise RuntimeError(f"instance {number} ended with {instance.kv_in_use()} KV blocks in use")

@@ -1,0 +1,80 @@
+"""Where a simulation's requests come from: drawn anew for every rate and seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from conflux_ray.simulator.trace import (
+    TABLE_3,
+    Quantiles,
+    Trace,
+    cap_lengths,
+    debucket,
+    read_mooncake,
+    rescale,
+    subsample,
+    synthesize,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A trace to subsample, or quantiles to draw from.
+
+    Args:
+        name: for reports.
+        max_model_len: lengths are capped to it, tokens.
+        trace: requests are a random subset of it, its arrivals scaled to the rate.
+        quantiles: of prompts and outputs, if there is no trace.
+
+    Raises:
+        ValueError: there is neither trace nor quantiles, or both.
+    """
+
+    name: str
+    max_model_len: int
+    trace: Trace | None = None
+    quantiles: tuple[Quantiles, Quantiles] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.trace is None) == (self.quantiles is None):
+            raise ValueError(f"workload {self.name!r} needs either a trace or quantiles")
+
+    @classmethod
+    def from_file(cls, path: Path, max_model_len: int, unit: str = "auto", skip_bad: bool = False) -> Workload:
+        """A Mooncake JSONL, its name that of the file.
+
+        Raises:
+            TraceError: it cannot be used.
+        """
+        trace = read_mooncake(path, unit, skip_bad)
+        return cls(trace.name.replace("_trace", "").replace("_", " "), max_model_len, trace)
+
+    @classmethod
+    def from_table(cls, name: str, max_model_len: int) -> Workload:
+        """Log-normal lengths with a workload's quantiles of Table 3, Poisson arrivals.
+
+        Raises:
+            ValueError: the table has no such workload.
+        """
+        if name not in TABLE_3:
+            raise ValueError(f"workload={name!r} is not in Table 3; choose one of {', '.join(TABLE_3)}")
+        return cls(f"{name} (from Table 3's quantiles)", max_model_len, quantiles=TABLE_3[name])
+
+    def draw(self, rate: float, seconds: float, seed: int) -> Trace:
+        """About `seconds` of arrivals at `rate` requests per second.
+
+        Raises:
+            TraceError: the trace has fewer requests than that.
+        """
+        rng = np.random.default_rng(seed)
+        count = max(2, round(rate * seconds))
+        if self.trace is not None:
+            drawn = rescale(debucket(subsample(self.trace, count, rng), rng, self.trace), rate)
+        else:
+            assert self.quantiles is not None
+            drawn = synthesize(self.name, *self.quantiles, count, rate, rng)
+        return cap_lengths(drawn, self.max_model_len)
