@@ -47,7 +47,11 @@ class Load:
 
 
 def test_an_instance_comes_under_load_and_goes_again_and_no_request_notices(tmp_path: Path) -> None:
-    changes = {"instance": {"num_replicas": 1, "autoscaling": AUTOSCALING}, "model": {"served_model_name": "tiny"}}
+    changes = {
+        # The instance that goes may not wait for its streams: they have to go on at the other one.
+        "instance": {"num_replicas": 1, "autoscaling": AUTOSCALING, "drain_timeout_s": 1},
+        "model": {"served_model_name": "tiny"},
+    }
     with running(tmp_path, 18400, deployment="two-instances.yaml", **changes) as server:
         assert len(server.all_stats(2)) == 1
         with Load(server, clients=24) as load:
