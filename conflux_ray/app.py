@@ -16,7 +16,7 @@ from conflux_ray.serving.ingress import build_ingress
 from conflux_ray.serving.options import IngressOptions
 from conflux_ray.wire import Slo
 
-LOOK_BACK_SECONDS = 10.0
+LOOK_BACK_SECONDS = 15.0
 """Over how long Ray Serve averages what instances record for autoscaling."""
 
 

@@ -12,7 +12,8 @@ def configure() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     logger = logging.getLogger("conflux_ray")
     if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
+        # In a replica Ray Serve puts a file of its own in the place of sys.stderr; Ray gathers the original.
+        handler = logging.StreamHandler(sys.__stderr__ or sys.stderr)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
         logger.addHandler(handler)
         logger.setLevel(os.environ.get("CONFLUX_LOG_LEVEL", "INFO"))

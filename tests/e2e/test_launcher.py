@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -20,6 +21,9 @@ def test_sigterm_in_mid_stream_cuts_no_stream_and_refuses_new_requests(tmp_path:
 
     before = leftovers()
     with tiny_server(tmp_path, 18300, launcher=True) as server:
+        log = server.log.read_text(errors="replace")
+        for step in ("starting 2 workers", "weights loaded", "ready: "):  # what somebody who waits sees
+            assert re.search(rf"\[ *[0-9.]+ s\] {step}", log), step
         stream = start_stream(server, max_tokens=900)
         server.signal(signal.SIGTERM)
         refused: list[httpx.Response] = []
