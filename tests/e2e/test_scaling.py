@@ -57,14 +57,28 @@ def test_an_instance_comes_under_load_and_goes_again_and_no_request_notices(tmp_
         with Load(server, clients=24) as load:
             wait_for(lambda: len(server.all_stats(2)) == 2, 150, lambda: "no second instance")
         assert set(load.statuses) == {200}
-        # Long enough to be under way, on both, when one of them is told to go.
-        streams = [Stream(server, [7 + i, 8, 9, 10], 900) for i in range(4)]
-        for stream in streams:
-            stream.start()
+        finished: list[Stream] = []
+        gone = threading.Event()
+
+        def stream_on(number: int) -> None:
+            """One long stream after the other, so that some are under way when an instance is told to go."""
+            while not gone.is_set():
+                stream = Stream(server, [7 + number, 8, 9, 10], 900)
+                stream.run()
+                finished.append(stream)
+
+        threads = [threading.Thread(target=stream_on, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            wait_for(lambda: len(server.all_stats(2)) == 1, 150, lambda: "both instances stay")
+        finally:
+            gone.set()
+        for thread in threads:
+            thread.join(150)
         reference = Reference(store.model_dir("tiny-llama"))
-        wait_for(lambda: len(server.all_stats(2)) == 1, 150, lambda: "both instances stay")
-        for stream in streams:
-            stream.join(150)
+        for stream in finished:
             assert stream.error is None, stream.error
             assert stream.tokens == reference.greedy(stream.body["prompt"], 900)
+        assert "moves from instance" in server.log.read_text(errors="replace"), "no stream was under way"
         server.wait_idle()
