@@ -164,5 +164,5 @@ def make_plan(
     options.sort(key=lambda option: (-option.goodput, -option.gpus))
     best = options[0]
     setup = Setup(best.system, Deployment(hardware, best.gpus, prefix_cache), slo, best.options, best.instances)
-    trace = workload.draw(rate, search.seconds, search.seeds)
+    trace = workload.draw(rate, search.seconds, search.seeds, search.requests)
     return Plan(tuple(options), rate, simulate(setup, trace, WARM_UP).summary.attainment)

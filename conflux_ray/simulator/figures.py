@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -182,9 +183,13 @@ def _setup(case: Case, hardware: Hardware, options: dict[str, Any]) -> Setup:
     return Setup(case.system, Deployment(hardware, case.gpus, case.prefix_cache), case.slo, options)
 
 
-def _attainment(task: tuple[Setup, Workload, float, float, int]) -> float:
-    setup, workload, rate, seconds, seed = task
-    return simulate(setup, workload.draw(rate, seconds, seed), WARM_UP).summary.attainment
+def _attainment(task: tuple[Setup, Workload, float, Search]) -> float:
+    """Mean over the seeds."""
+    setup, workload, rate, search = task
+    return statistics.mean(
+        simulate(setup, workload.draw(rate, search.seconds, seed, search.requests), WARM_UP).summary.attainment
+        for seed in range(search.seeds)
+    )
 
 
 def make(
@@ -262,7 +267,7 @@ def _row(case: Case, result: Goodput) -> Row:
 def _curves(
     results: Results, tasks: Sequence[tuple[Setup, list[dict[str, Any]], Workload]], search: Search, jobs: int
 ) -> list[Row]:
-    """Attainment against rate for the systems of Figs. 12, 16 and 17, one seed."""
+    """Attainment against rate for the systems of Figs. 12, 16 and 17, mean over the seeds."""
     points, runs = [], []
     for (case, result), (setup, _, workload) in zip(results.goodputs, tasks, strict=True):
         if case.group not in ("fig12", "fig16", "fig17") or not result.mean:
@@ -270,7 +275,7 @@ def _curves(
         chosen = replace(setup, options=result.options)
         for factor in CURVE:
             points.append((case, factor * result.mean))
-            runs.append((chosen, workload, factor * result.mean, search.seconds, search.seeds))
+            runs.append((chosen, workload, factor * result.mean, search))
     attained = run_all(_attainment, runs, jobs, "curves")
     return [
         {

@@ -86,20 +86,22 @@ class Search:
     """How goodput is searched.
 
     Args:
-        seconds: of arrivals of one simulation.
+        seconds: of arrivals that a simulation has at least.
         seeds: how many; seed k is the number k.
         attainment: share of compliant requests, 0..1.
         tolerance: of the rate.
         guess: requests per second to start from.
         step: factor between the rates that look for a bracket.
+        requests: that a simulation has at least.
     """
 
-    seconds: float = 240.0
+    seconds: float = 180.0
     seeds: int = 3
     attainment: float = ATTAINMENT
     tolerance: float = 0.02
     guess: float = 3.0
     step: float = STEP
+    requests: int = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class Goodput:
 
 def passes(setup: Setup, workload: Workload, search: Search, rate: float, seed: int) -> bool:
     """Whether one simulation attains what is asked."""
-    trace = workload.draw(rate, search.seconds, seed)
+    trace = workload.draw(rate, search.seconds, seed, search.requests)
     outcome = simulate(setup, trace, warm_up=WARM_UP, floor=search.attainment)
     return not outcome.certain_miss and outcome.summary.attainment >= search.attainment
 

@@ -125,12 +125,15 @@ def render(results: Results, images: str, command: str) -> str:
     said = "\n".join(f"* {sentence}" for sentence in findings(results))
     return f"""# The paper's evaluation, from a model
 
-Made by `{command}`; do not edit. What is modelled and what is not: `simulator.md`. Hardware figures are **stated, not
-measured as a whole**; `conflux simulate --describe-hardware` lists each with its source.
+Made by `{command}`; do not edit. What is modelled and what is not: `simulator.md`.
+
+Hardware figures are **stated, not measured as a whole**; `conflux simulate --describe-hardware` lists each with
+its source.
 
 Goodput is the largest rate at which {search.attainment:.0%} of the requests meet every cumulative deadline (section
-8.1), by bisection to {search.tolerance:.0%}: mean of {search.seeds} seeds with {search.seconds:g} s of arrivals each,
-and the half-width of the 95 % confidence interval by Student's t. Every baseline runs in the best of its swept
+8.1), by bisection to {search.tolerance:.0%}: the mean of {search.seeds} seeds, ± the half-width of the 95 % confidence
+interval by Student's t. A seed has at least {search.seconds:g} s of arrivals and {search.requests} requests, the same
+ones for every system and every rate, their gaps scaled to the rate. Every baseline runs in the best of its swept
 configurations. Nothing is tuned towards the paper's numbers.
 
 Workloads:

@@ -15,7 +15,7 @@ from matplotlib import pyplot as plt
 from conflux_ray.simulator.analysis import Row
 from conflux_ray.simulator.figures import Results
 
-_LINE = {"ConfluxServe": "C3", "ConfluxServe-FCFS": "C3"}
+_LINE = {"ConfluxServe": "black", "ConfluxServe-FCFS": "black"}
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:

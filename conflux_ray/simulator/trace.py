@@ -173,6 +173,8 @@ def synthesize(
 ) -> Trace:
     """Independent log-normal lengths with the given quantiles, Poisson arrivals.
 
+    More requests from a generator of the same seed begin with those of fewer.
+
     Args:
         name: of the workload.
         prompt: tokens.
@@ -181,21 +183,22 @@ def synthesize(
         rate: per second.
         rng: for all of it.
     """
-    arrivals = np.cumsum(rng.exponential(1 / rate, count))
-    prompts, outputs = prompt.sample(rng, count), output.sample(rng, count)
+    for_arrivals, for_prompts, for_outputs = rng.spawn(3)
+    arrivals = np.cumsum(for_arrivals.exponential(1 / rate, count))
+    prompts, outputs = prompt.sample(for_prompts, count), output.sample(for_outputs, count)
     requests = tuple(TraceRequest(float(a), int(p), int(o)) for a, p, o in zip(arrivals, prompts, outputs, strict=True))
     return Trace(name, requests, notes=("synthetic: independent log-normal lengths, Poisson arrivals",))
 
 
 def subsample(trace: Trace, count: int, rng: np.random.Generator) -> Trace:
-    """`count` random requests, in their order.
+    """`count` random requests, in their order; with the same seed a larger subset contains a smaller one.
 
     Raises:
         TraceError: the trace has not that many.
     """
     if not 1 <= count <= len(trace):
         raise TraceError(f"{trace.name}: cannot take {count} of {len(trace)} requests")
-    chosen = np.sort(rng.choice(len(trace), count, replace=False))
+    chosen = np.sort(rng.permutation(len(trace))[:count])
     return trace.noted([trace.requests[i] for i in chosen], f"{count} of {len(trace)} requests at random")
 
 
@@ -214,21 +217,15 @@ def rescale(trace: Trace, rate: float) -> Trace:
     return trace.noted(scaled, f"arrivals scaled to {rate:g} requests/s")
 
 
-def debucket(trace: Trace, rng: np.random.Generator, whole: Trace | None = None) -> Trace:
+def debucket(trace: Trace, rng: np.random.Generator) -> Trace:
     """Requests with one timestamp spread uniformly up to the next timestamp.
 
-    Args:
-        trace: whose requests to spread.
-        rng: for where they land.
-        whole: the trace that it is a part of, which has the buckets; default: itself.
-
     Returns:
-        The trace with other arrivals; the same one if no two requests of `whole` share a timestamp. The last bucket
-        gets the median width of the others.
+        The trace with other arrivals; the same one if no two requests share a timestamp. The last bucket gets the
+        median width of the others.
     """
-    whole = whole or trace
-    times = sorted({r.arrival for r in whole.requests})
-    if len(times) in (1, len(whole)):
+    times = sorted({r.arrival for r in trace.requests})
+    if len(times) in (1, len(trace)):
         return trace
     widths = [b - a for a, b in pairwise(times)]
     width = dict(zip(times, [*widths, float(np.median(widths))], strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +38,7 @@ class Workload:
     max_model_len: int
     trace: Trace | None = None
     quantiles: tuple[Quantiles, Quantiles] | None = None
+    _spread: dict[int, Trace] = field(default_factory=dict, repr=False, compare=False)  # by seed
 
     def __post_init__(self) -> None:
         if (self.trace is None) == (self.quantiles is None):
@@ -64,17 +65,22 @@ class Workload:
             raise ValueError(f"workload={name!r} is not in Table 3; choose one of {', '.join(TABLE_3)}")
         return cls(f"{name} (from Table 3's quantiles)", max_model_len, quantiles=TABLE_3[name])
 
-    def draw(self, rate: float, seconds: float, seed: int) -> Trace:
-        """About `seconds` of arrivals at `rate` requests per second.
+    def draw(self, rate: float, seconds: float, seed: int, least: int = 0) -> Trace:
+        """At least `seconds` of arrivals at `rate` requests per second, and `least` requests.
+
+        One seed gives the same requests at every rate, with their gaps scaled; a longer draw contains a shorter one. So
+        rates and systems are compared on the same requests.
 
         Raises:
             TraceError: the trace has fewer requests than that.
         """
-        rng = np.random.default_rng(seed)
-        count = max(2, round(rate * seconds))
+        count = max(2, round(rate * seconds), least)
+        for_buckets, for_requests = np.random.default_rng(seed).spawn(2)
         if self.trace is not None:
-            drawn = rescale(debucket(subsample(self.trace, count, rng), rng, self.trace), rate)
+            if seed not in self._spread:
+                self._spread[seed] = debucket(self.trace, for_buckets)
+            drawn = rescale(subsample(self._spread[seed], count, for_requests), rate)
         else:
             assert self.quantiles is not None
-            drawn = synthesize(self.name, *self.quantiles, count, rate, rng)
+            drawn = synthesize(self.name, *self.quantiles, count, rate, for_requests)
         return cap_lengths(drawn, self.max_model_len)

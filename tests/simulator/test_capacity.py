@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from conflux_ray.planning.latency_model import GemmCurve
 from conflux_ray.simulator.capacity import layouts, make_plan
 from conflux_ray.simulator.goodput import Search
 from conflux_ray.simulator.hardware import DEVICES, MODELS, StatedHardware, narrowest_tp
 from conflux_ray.simulator.request import Slo
 from conflux_ray.simulator.trace import Quantiles
 from conflux_ray.simulator.workload import Workload
-from tests.simulator.build import PlainHardware, h200
+from tests.simulator.build import MS, PlainHardware, h200
 
-QUICK = Search(seconds=20, seeds=1, tolerance=0.2, guess=3.0)
+QUICK = Search(seconds=20, seeds=1, tolerance=0.2, guess=3.0, requests=150)
 
 
 def test_layouts_use_every_gpu_and_fit_the_model():
@@ -36,8 +37,8 @@ def test_narrowest_rank_follows_the_paper():
 
 
 def test_plan_prefers_replicas_for_short_prompts_and_sharing_for_long_ones():
-    # 10 ms an iteration and 1 ms a token: short prompts meet any TTFT, so the per-iteration cost decides.
-    hardware = PlainHardware(blocks=100_000)
+    # Tensor parallelism saves nothing here: replicas double what short prompts get, but a long prompt needs its ranks.
+    hardware = PlainHardware(blocks=100_000, changes={"gemm": GemmCurve.affine(MS, 0.0)})
     short = Workload("short", 4000, quantiles=(Quantiles(50, 80), Quantiles(5, 10)))
     long = Workload("long", 4000, quantiles=(Quantiles(2000, 2500), Quantiles(2, 4)))
     slo = Slo(1.0, 0.2)

@@ -63,7 +63,8 @@ def test_simulate_refuses_with_a_reason(words: list[str], says: str, capsys: pyt
 
 def test_goodput_prints_the_best_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "g.json"
-    words = ["--system", "chunked", "--option", "budget=1024", "--seeds", "2", "--tolerance", "0.2", "--gpus", "1"]
+    words = ["--system", "chunked", "--option", "budget=1024", "--gpus", "1"]
+    words += ["--seeds", "2", "--tolerance", "0.2", "--requests", "0"]
     assert goodput.main([*words, "--json", str(out), *SMALL]) == 0
     assert "budget=1024" in capsys.readouterr().out
     (result,) = json.loads(out.read_text())["results"]
@@ -72,7 +73,20 @@ def test_goodput_prints_the_best_configuration(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_plan_names_a_layout_and_its_headroom(capsys: pytest.CaptureFixture[str]):
-    words = ["--budget", "7", "--gpu-price", "6", "--rate", "1", "--seeds", "1", "--tolerance", "0.5"]
+    words = [
+        "--budget",
+        "7",
+        "--gpu-price",
+        "6",
+        "--rate",
+        "1",
+        "--seeds",
+        "1",
+        "--tolerance",
+        "0.5",
+        "--requests",
+        "0",
+    ]
     assert plan.main([*words, "--system", "conflux", *SMALL]) == 0
     printed = capsys.readouterr().out
     assert "Qwen3-14B, 1 H200" in printed

@@ -40,7 +40,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip-bad-rows", action="store_true", help="leave rows out that cannot be used")
     parser.add_argument("--ttft", type=float, help="seconds; default: the paper's for the model")
     parser.add_argument("--tbt", type=float, help="seconds; default: the paper's for the model")
-    parser.add_argument("--seconds", type=float, default=240.0, help="of arrivals in one simulation")
+    parser.add_argument("--seconds", type=float, default=180.0, help="of arrivals in one simulation")
     parser.add_argument("--prefix-cache", type=float, default=0.0, help="share of KV memory for remembered prompts")
 
 

@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of the page")
     parser.add_argument("--traces", type=Path, default=Path("../shared/data/traces"), help="folder of the trace files")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=240.0, help="of arrivals in one simulation")
+    parser.add_argument("--seconds", type=float, default=180.0, help="of arrivals in one simulation, at least")
+    parser.add_argument("--requests", type=int, default=1000, help="of one simulation, at least")
     parser.add_argument("--tolerance", type=float, default=0.03, help="of a goodput")
     parser.add_argument("--only", nargs="*", metavar="FIGURE", help="of fig12 fig16 fig17 degree prefix ablation")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from conflux_ray.simulator.plots import write_all
     except ImportError:
         parser.error("figures need matplotlib: pip install matplotlib")
-    search = Search(args.seconds, args.seeds, tolerance=args.tolerance)
+    search = Search(args.seconds, args.seeds, tolerance=args.tolerance, requests=args.requests)
     results = make(search, args.jobs, args.traces if args.traces.is_dir() else None, cases)
     names = write_all(results, args.out / "img" / "reproduction", args.out / "data" / "reproduction")
     words = sys.argv[1:] if argv is None else list(argv)

@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--attainment", type=float, default=ATTAINMENT, help="share of compliant requests")
     parser.add_argument("--tolerance", type=float, default=0.02, help="of the rate")
+    parser.add_argument("--requests", type=int, default=1000, help="of one simulation, at least")
     parser.add_argument("--guess", type=float, default=3.0, help="requests per second to start from")
     add_machine(parser)
     add_workload(parser)
@@ -52,14 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in args.system:
             sweep = SYSTEMS[name].sweep(args.gpus, base_tp) if args.option is None else [options_of(args.option)]
             cases.append((Setup(name, deployment, slo, {}, args.instances), sweep, workload))
-        search = Search(args.seconds, args.seeds, args.attainment, args.tolerance, args.guess)
+        search = Search(args.seconds, args.seeds, args.attainment, args.tolerance, args.guess, requests=args.requests)
         results = goodputs(cases, search, args.jobs)
     except ValueError as error:
         parser.error(str(error))
     print(f"{hardware.shape.name} on {args.instances} x {args.gpus} {hardware.device.name}, {workload.name}")
     print(
-        f"TTFT {slo.ttft:g} s, TBT {slo.tbt * 1e3:g} ms; {args.attainment:.0%} attained over {args.seconds:g} s of "
-        f"arrivals, {args.seeds} seeds"
+        f"TTFT {slo.ttft:g} s, TBT {slo.tbt * 1e3:g} ms; {args.attainment:.0%} attained by {args.seeds} seeds of at "
+        f"least {args.seconds:g} s of arrivals and {args.requests} requests"
     )
     for result in sorted(results, key=lambda r: -r.mean):
         width = f"{result.half_width:.2f}" if math.isfinite(result.half_width) else "?"

@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--system", choices=list(SYSTEMS), nargs="+", default=list(CANDIDATES))
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--tolerance", type=float, default=0.05, help="of a goodput")
+    parser.add_argument("--requests", type=int, default=600, help="of one simulation, at least")
     parser.add_argument("--show", type=int, default=5, help="layouts to print")
     add_workload(parser)
     add_output(parser)
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rate = args.rate or (workload.trace.rate if workload.trace else 0.0)
         if not rate > 0:
             parser.error("--rate is needed: the workload has none of its own")
-        search = Search(args.seconds, args.seeds, tolerance=args.tolerance)
+        search = Search(args.seconds, args.seeds, tolerance=args.tolerance, requests=args.requests)
         plan = make_plan(hardware, workload, slo, total, rate, search, args.jobs, args.system, args.prefix_cache)
     except ValueError as error:
         parser.error(str(error))
