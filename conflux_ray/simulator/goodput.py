@@ -148,8 +148,8 @@ def goodputs(
 ) -> list[Goodput]:
     """Goodput of every case, each in its best configuration.
 
-    Configurations are compared on the first seed, to `COARSE`; the two best of a case then get all seeds and the full
-    tolerance, and the better mean is the case's.
+    Configurations are compared on the first seed, to `COARSE`; the best of a case, two if they are close, then get all
+    seeds and the full tolerance, and the better mean is the case's.
 
     Args:
         cases: a setup, the options to sweep beside its own, and the workload.
@@ -169,17 +169,18 @@ def goodputs(
     for _, options, _ in cases:
         rates = [next(reached) if len(options) > 1 else search.guess for _ in options]
         finalists.append(sorted(zip(options, rates, strict=True), key=lambda entry: -entry[1]))
+    contenders = [_contenders(ranked) for ranked in finalists]
     last = []
-    for (setup, _, workload), ranked in zip(cases, finalists, strict=True):
-        for changes, rate in ranked[:FINALISTS]:
-            step = STEP if len(ranked) == 1 else 1 + 1.5 * COARSE
+    for (setup, _, workload), ranked in zip(cases, contenders, strict=True):
+        for changes, rate in ranked:
+            step = STEP if rate == search.guess else 1 + 1.5 * COARSE
             fine = replace(search, guess=rate or search.guess, step=step)
             chosen = replace(setup, options={**setup.options, **changes})
             last += [(chosen, workload, fine, seed) for seed in range(search.seeds)]
     finals = iter(_by_seed(run_all(_search_seed, last, jobs, label), search.seeds))
     results = []
-    for (setup, _, _), ranked in zip(cases, finalists, strict=True):
-        full = [(changes, next(finals)) for changes, _ in ranked[:FINALISTS]]
+    for (setup, _, _), ranked, best in zip(cases, finalists, contenders, strict=True):
+        full = [(changes, next(finals)) for changes, _ in best]
         chosen_options, per_seed = max(full, key=lambda entry: statistics.mean(entry[1]))
         mean = statistics.mean(per_seed)
         results.append(
@@ -193,6 +194,11 @@ def goodputs(
             )
         )
     return results
+
+
+def _contenders(ranked: list[tuple[dict[str, Any], float]]) -> list[tuple[dict[str, Any], float]]:
+    """The best configurations that the coarse comparison cannot tell apart, `FINALISTS` at most."""
+    return [entry for entry in ranked[:FINALISTS] if entry[1] >= ranked[0][1] * (1 - 1.5 * COARSE)]
 
 
 def _by_seed(values: Sequence[float], seeds: int) -> list[tuple[float, ...]]:
