@@ -62,9 +62,9 @@ def drain(names: Sequence[str], grace: float, wait: Callable[[float], bool]) -> 
     from conflux_ray.cluster.registry import registry_handle
 
     registries = [registry_handle(name) for name in names]
-    ray.get([registry.drain.remote(True) for registry in registries], timeout=30)
     deadline = time.monotonic() + grace
-    while not all(ray.get([registry.drained.remote() for registry in registries], timeout=30)):
+    # Said again each time: a registry that is restarted meanwhile has forgotten it.
+    while not all(ray.get([registry.drain.remote(True) for registry in registries], timeout=30)):
         if time.monotonic() > deadline or wait(_POLL_SECONDS):
             return False
     return True

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "conflux"
 HEARTBEAT_SECONDS = 2.0
 EXPIRY_SECONDS = 15.0
+SETTLE_SECONDS = 3 * HEARTBEAT_SECONDS
+"""By then every instance has told a restarted registry that it exists."""
 _LONG_POLL_SECONDS = 20.0
 
 
@@ -27,7 +29,8 @@ class Registry:
     def __init__(self) -> None:
         self._instances: dict[str, InstanceInfo] = {}
         self._seen: dict[str, float] = {}
-        self._version = 0
+        self._first_version = self._version = time.time_ns()  # higher than any of a registry before this one
+        self._settled = time.monotonic() + SETTLE_SECONDS
         self._changed = asyncio.Event()
         self._draining = False
         self._busy: set[str] = set()  # instances that may have requests, or take new ones
@@ -57,14 +60,15 @@ class Registry:
         (self._busy.discard if idle else self._busy.add)(instance_id)
         return True, self._draining
 
-    async def drain(self, on: bool) -> None:
-        """Tell all instances, present and future, with their next heartbeat to take no new requests, or to again."""
-        self._draining = on
+    async def drain(self, on: bool) -> bool:
+        """Tell all instances, present and future, with their next heartbeat to take no new requests, or to again.
 
-    async def drained(self) -> bool:
-        """Whether every listed instance takes no new requests and has none."""
+        Returns:
+            Whether every listed instance takes no new requests and has none.
+        """
+        self._draining = on
         self._expire()
-        return self._draining and not self._busy & set(self._instances)
+        return on and not self._busy & set(self._instances)
 
     async def leave(self, instance_id: str, incarnation: str) -> None:
         """Remove an instance; a later incarnation stays."""
@@ -74,7 +78,12 @@ class Registry:
             self._notify()
 
     async def watch(self, version: int, timeout: float) -> tuple[int, tuple[InstanceInfo, ...]]:
-        """The present version and instances, as soon as the version is not `version`, at the latest after `timeout`."""
+        """The present version and instances, as soon as the version is not `version`, at the latest after `timeout`.
+
+        Whoever knows instances of an earlier registry keeps them until this one has settled.
+        """
+        if 0 <= version < self._first_version:
+            await asyncio.sleep(self._settled - time.monotonic())
         self._expire()
         if version == self._version:
             try:

@@ -181,7 +181,7 @@ class RayWorkerGroup:
         while pending:
             ready, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise WorkerLostError(f"{len(pending)} workers did not start in time")
+                raise WorkerLostError(f"{len(pending)} workers did not start within instance.start_timeout_s")
             for ref in ready:
                 try:
                     ray.get(ref)

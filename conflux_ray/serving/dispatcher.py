@@ -28,6 +28,8 @@ from conflux_ray.wire import FinishReason, RequestOutput
 
 logger = logging.getLogger(__name__)
 
+_CLOSING = "the deployment is being stopped: no instance will come"
+
 
 @dataclass(slots=True)
 class _Active:
@@ -171,7 +173,9 @@ class Dispatcher:
             try:
                 dispatch = self.router.dispatch(tokens, active.features, active.excluded, self._sibling(active))
             except NoInstanceError:
-                if active.overloaded and not active.emitted:
+                if self.router.is_closing():
+                    self._fail(active, _CLOSING)
+                elif active.overloaded and not active.emitted:
                     self._fail(active, "every instance's queue is full", FinishReason.OVERLOADED)
                 else:
                     self._wait(active)
@@ -281,7 +285,9 @@ class Dispatcher:
         if was_draining and not load.draining:
             self._retry_waiting(message.instance_id)
         elif self.router.is_closing():
-            self._ready.set()  # nobody needs to wait any longer
+            self._ready.set()
+            for active in list(self._waiting.values()):
+                self._fail(active, _CLOSING)
         if message.outputs and (outputs := [o for o in message.outputs if self._accept(message.instance_id, o)]):
             self._deliver(outputs)
 

@@ -59,25 +59,44 @@ def test_a_silent_instance_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(scenario())
 
 
+def test_a_restarted_registry_lets_watchers_keep_what_they_know_until_instances_are_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        old = Registry()
+        await old.register(info("a"))
+        version, _ = await old.watch(-1, 0.1)
+        monkeypatch.setattr(module, "SETTLE_SECONDS", 0.3)
+        new = Registry()
+        waiting = asyncio.create_task(new.watch(version, 30.0))
+        assert (await new.watch(-1, 0.1))[1] == ()  # whoever knows nothing is told what there is
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        await new.register(info("a"))
+        later, instances = await asyncio.wait_for(waiting, 1.0)
+        assert later > version
+        assert instances == (info("a"),)
+
+    asyncio.run(scenario())
+
+
 def test_it_is_drained_when_every_instance_says_so() -> None:
     async def scenario() -> None:
         registry = Registry()
         for name in ("a", "b"):
             await registry.register(info(name))
             await registry.heartbeat(name, "1")
-        assert not await registry.drained()
-        await registry.drain(True)
-        assert not await registry.drained()  # nobody has heard of it yet
+        assert not await registry.drain(True)  # nobody has heard of it yet
         assert await registry.heartbeat("a", "1", idle=False) == (True, True)
         await registry.heartbeat("a", "1", idle=True)
-        assert not await registry.drained()
+        assert not await registry.drain(True)
         await registry.leave("b", "1")
-        assert await registry.drained()
+        assert await registry.drain(True)
         await registry.register(info("c"))  # starts while all others stop
-        assert not await registry.drained()
+        assert not await registry.drain(True)
         assert await registry.heartbeat("c", "1", idle=True) == (True, True)
-        assert await registry.drained()
-        await registry.drain(False)
-        assert not await registry.drained()
+        assert await registry.drain(True)
+        assert not await registry.drain(False)
+        assert await registry.heartbeat("a", "1") == (True, False)
 
     asyncio.run(scenario())

@@ -63,12 +63,14 @@ def find(server: Server, text: str) -> list[psutil.Process]:
 
 
 WORKER, INSTANCE, INGRESS = "WorkerActor", "ServeReplica:conflux:instance", "ServeReplica:conflux:ingress"
+REGISTRY = "ray::Registry"
 
 FAULTS: dict[str, tuple[str, signal.Signals]] = {
     "a worker is killed": (WORKER, signal.SIGKILL),
     "a worker is frozen": (WORKER, signal.SIGSTOP),
     "an instance is killed": (INSTANCE, signal.SIGKILL),
     "an ingress is killed": (INGRESS, signal.SIGKILL),
+    "the registry is killed": (REGISTRY, signal.SIGKILL),
 }
 
 

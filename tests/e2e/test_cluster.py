@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.e2e.chaos import FAULTS, NUM_INSTANCES, Chaos, chaos_server
 from tests.e2e.server import Server
+from tests.e2e.tiny import start_stream
 
 pytestmark = pytest.mark.heavy
 
@@ -89,3 +93,23 @@ def test_after_aborts_and_a_restart_load_spreads_evenly_again(server: Server) ->
     assert asyncio.run(burst(server, 24, 300)) == [200] * 24
     both(server)
     assert spread(server, before)[0] >= 6
+
+
+def test_a_drained_server_ends_what_runs_and_takes_nothing_new(server: Server) -> None:
+    """The last test of this file: the server takes no requests afterwards."""
+    stream = start_stream(server, max_tokens=900)
+    config = server.log.with_name("conflux.yaml")
+    drain = subprocess.run(
+        [str(Path(sys.executable).with_name("conflux")), "drain", str(config), "--grace", "90"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert drain.returncode == 0, drain.stderr
+    stream.join(5)
+    assert stream.done
+    assert len(stream.tokens) == 900
+    assert server.process.poll() is None
+    assert httpx.get(f"{server.url}/live", timeout=5).status_code == 200
+    refused = httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": [1, 2]}, timeout=5)
+    assert refused.status_code == 503

@@ -42,12 +42,12 @@ def test_a_killed_worker_costs_a_pause_and_no_token(tmp_path: Path, reference) -
     wait_for(lambda: shared_memory() <= before, 20, lambda: f"left behind: {shared_memory() - before}")
 
 
-def test_a_server_that_is_ended_at_once_leaves_nothing_behind(tmp_path: Path) -> None:
-    """`serve run` ends at once on SIGTERM; SIGINT, its graceful stop, is what `conflux serve` sends it."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_server_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
     before = leftovers()
     with tiny_server(tmp_path, 18101) as server:
         stream = start_stream(server, max_tokens=900)
-        assert stop(server, signal.SIGTERM) == []
+        assert stop(server, number) == []
         stream.join(60)
         assert not stream.is_alive()
         assert stream.done or stream.error is not None, "the stream ended in silence"

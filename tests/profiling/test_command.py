@@ -94,3 +94,9 @@ def test_a_model_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main([])
     assert "--model is needed" in capsys.readouterr().err
+
+
+def test_on_a_gpu_the_host_s_time_shows_in_whole_iterations_alone() -> None:
+    parts = {case.part for case in command.Settings("m", "cuda", sp_degree=2).profile_cases()}
+    assert {case.part for case in command.Settings("m", "cpu", sp_degree=2).profile_cases()} - parts == {"host"}
+    assert "" in parts

@@ -341,6 +341,27 @@ def test_while_the_deployment_stops_nobody_waits_for_an_instance(engine):
     run(front, scenario)
 
 
+def test_while_the_deployment_stops_a_request_without_an_instance_ends_at_once(engine):
+    front = Front(engine, no_instance_timeout=60.0)
+
+    async def scenario():
+        await until(front.dispatcher.is_ready)
+        engine.draining = True
+        await until(lambda: not front.dispatcher.is_ready())
+        front.dispatcher.submit(request("waits"))
+        await asyncio.sleep(0.05)
+        assert front.finish("waits") is None  # an instance may come
+        engine.closing = True
+        await until(lambda: front.finish("waits"))
+        front.dispatcher.submit(request("late"))
+        await until(lambda: front.finish("late"))
+        assert front.finish("waits") is front.finish("late") is FinishReason.REJECTED
+        assert "stopped" in (front.outputs["late"][-1].error or "")
+        assert front.dispatcher.in_flight == 0
+
+    run(front, scenario)
+
+
 def test_requests_of_one_group_share_an_instance(engine, other):
     front = Front(engine, other)
 

@@ -42,10 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown:
             parser.error(f"--only {' '.join(sorted(unknown))}: no such figure")
         cases = [case for case in cases if case.group in args.only]
-    try:
-        from conflux_ray.simulator.plots import write_all
-    except ImportError:
-        parser.error("figures need matplotlib: pip install matplotlib")
+    from conflux_ray.simulator.plots import write_all  # Matplotlib takes seconds to import
+
     search = Search(args.seconds, args.seeds, tolerance=args.tolerance, requests=args.requests)
     results = make(search, args.jobs, args.traces if args.traces.is_dir() else None, cases)
     names = write_all(results, args.out / "img" / "reproduction", args.out / "data" / "reproduction")
