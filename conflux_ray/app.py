@@ -53,6 +53,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         max_body_bytes=config.limits.max_body_bytes,
         no_instance_timeout=config.limits.no_instance_timeout_s,
         api_keys=config.ingress.api_keys(),
+        routing=config.ingress.routing,
     )
     return build_ingress(
         options,

@@ -175,6 +175,9 @@ class IngressConfig(_Section):
     api_key_file: str | None = Field(
         None, description="A file with one API key a line; requests need one of them. None: everyone may ask."
     )
+    routing: Literal["queued_work", "shortest_queue", "round_robin"] = Field(
+        "queued_work", description="How requests are spread over instances; the other two are there to compare with."
+    )
 
     def api_keys(self) -> tuple[str, ...]:
         """The keys in `api_key_file`.

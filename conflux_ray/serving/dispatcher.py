@@ -63,6 +63,7 @@ class Dispatcher:
         deliver: takes the outputs that count, in token order per request; must not block or raise.
         max_attempts: instances a request is tried on, the first included.
         no_instance_timeout: seconds a request waits while no instance can take it.
+        routing: how instances are chosen, a key of `router.ROUTING`.
     """
 
     def __init__(
@@ -73,9 +74,10 @@ class Dispatcher:
         max_attempts: int = 4,
         no_instance_timeout: float = 10.0,
         limits: TransportLimits | None = None,
+        routing: str = "queued_work",
     ) -> None:
         self.ingress_id = ingress_id
-        self.router = Router()
+        self.router = Router(routing=routing)
         self.counters = DispatcherCounters()
         self._directory = directory
         self._deliver = deliver

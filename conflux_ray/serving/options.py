@@ -28,6 +28,7 @@ class IngressOptions:
     retry_after: float = 1.0  # told to clients with 429 and 503
     max_body_bytes: int = 32 * 1024 * 1024
     max_attempts: int = 4  # instances a request is tried on, the first included
+    routing: str = "queued_work"  # how instances are chosen: a key of router.ROUTING
 
     def __post_init__(self) -> None:
         if DEFAULT_CLASS not in self.slo_classes:

@@ -1,9 +1,11 @@
 """The global router: which instance takes a request (paper, section 5.1, step 1).
 
-The choice is the instance with the least queued work, in seconds by its own latency model. Reports arrive with every
-iteration; in between, the router adds what it has dispatched since, so that a burst spreads. Which dispatches a
-report already contains is known exactly: every request of a session is numbered, and a report says how many its
-instance has received.
+The choice is the instance where the request's prefill would end first: its queued work and the request's own, in
+seconds by its own latency model. Reports arrive with every iteration; in between, the router adds what it has
+dispatched since, so that a burst spreads. Which dispatches a report already contains is known exactly: every request of
+a session is numbered, and a report says how many its instance has received.
+
+`ROUTING` has two other ways to choose, to compare with (`conflux bench routing`).
 """
 
 from __future__ import annotations
@@ -48,14 +50,24 @@ class InstanceLoad:
     def draining(self) -> bool:
         return self.report is not None and self.report.draining
 
+    @property
+    def capacity(self) -> float:
+        """Prompt tokens per second."""
+        return DEFAULT_CAPACITY if self.report is None else self.report.capacity
+
+    @property
+    def requests(self) -> int:
+        """Requests that have not ended: of its report, from all ingresses, and what was dispatched since."""
+        reported = 0 if self.report is None else self.report.running + self.report.waiting
+        return reported + sum(not dispatch.released for _, dispatch in self.unreported)
+
     def queued_work(self, now: float) -> float:
         """Seconds until the instance would start on new work: its report, aged, and what was dispatched since."""
-        reported, capacity = 0.0, DEFAULT_CAPACITY
+        reported = 0.0
         if self.report is not None:
             reported = max(0.0, self.report.queued_work_s - (now - self.reported_at))
-            capacity = self.report.capacity
         tokens = sum(dispatch.tokens for _, dispatch in self.unreported if not dispatch.released)
-        return reported + tokens / capacity
+        return reported + tokens / self.capacity
 
 
 class Dispatch:
@@ -79,15 +91,49 @@ class Dispatch:
             self._load.in_flight -= 1
 
 
+def _queued_work(load: InstanceLoad, tokens: int, now: float) -> tuple[float, ...]:
+    # The request's own work counts, or an idle slow instance would look as good as an idle fast one.
+    return load.queued_work(now) + tokens / load.capacity, load.in_flight
+
+
+def _shortest_queue(load: InstanceLoad, tokens: int, now: float) -> tuple[float, ...]:
+    return (load.requests,)
+
+
+def _round_robin(load: InstanceLoad, tokens: int, now: float) -> tuple[float, ...]:
+    return ()
+
+
+ROUTING: dict[str, Callable[[InstanceLoad, int, float], tuple[float, ...]]] = {
+    "queued_work": _queued_work,
+    "shortest_queue": _shortest_queue,
+    "round_robin": _round_robin,
+}
+"""`ingress.routing`: what an instance is chosen by, for a request of so many tokens, now. The least wins; of equals, the
+instance whose last request is the oldest."""
+
+
 class Router:
     """Chooses instances and keeps account of what was sent to each.
 
     Args:
         stale_after: a report older than this (seconds) makes an instance the last choice.
         clock: monotonic seconds.
+        routing: a key of `ROUTING`.
+
+    Raises:
+        ValueError: there is no such routing.
     """
 
-    def __init__(self, stale_after: float = 2.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        stale_after: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+        routing: str = "queued_work",
+    ) -> None:
+        if routing not in ROUTING:
+            raise ValueError(f"routing={routing!r} is unknown; choose one of {', '.join(ROUTING)}")
+        self._rank = ROUTING[routing]
         self._stale_after = stale_after
         self._clock = clock
         self._loads: dict[str, InstanceLoad] = {}
@@ -168,10 +214,10 @@ class Router:
             raise NoInstanceError(f"none of {len(self._loads)} connected instances can take the request")
         chosen = next((load for load in eligible if load.ready.instance_id == prefer), None)
         if chosen is None:
-            chosen = min(eligible, key=lambda load: self._cost(load, now))
+            chosen = min(eligible, key=lambda load: self._cost(load, num_tokens, now))
         chosen.last_dispatch = next(self._order)
         return Dispatch(chosen, num_tokens)
 
-    def _cost(self, load: InstanceLoad, now: float) -> tuple[bool, float, int, int]:
+    def _cost(self, load: InstanceLoad, tokens: int, now: float) -> tuple[float, ...]:
         stale = now - load.reported_at > self._stale_after
-        return stale, load.queued_work(now), load.in_flight, load.last_dispatch
+        return stale, *self._rank(load, tokens, now), load.last_dispatch

@@ -409,6 +409,49 @@ class MeasuredHardware:
         return profile.latency if profile else self.stated.latency(num_ranks, base_tp)
 
 
+@dataclass(frozen=True)
+class SlowedHardware:
+    """A machine whose iterations take `factor` times as long as `hardware` has them; its memory is the same.
+
+    Args:
+        hardware: the machine.
+        factor: above 0; below 1 the machine is faster.
+    """
+
+    hardware: Hardware
+    factor: float
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.hardware.shape
+
+    @property
+    def device(self) -> Device:
+        return self.hardware.device
+
+    def kv_tokens(self, base_tp: int) -> int:
+        return self.hardware.kv_tokens(base_tp)
+
+    def latency(self, num_ranks: int, base_tp: int) -> LatencyModel:
+        model, factor = self.hardware.latency(num_ranks, base_tp), self.factor
+
+        def slowed(curve: Affine) -> Affine:
+            return Affine(curve.slope * factor, curve.intercept * factor)
+
+        gemm = model.gemm
+        return replace(
+            model,
+            name=f"{model.name}:x{factor:g}",
+            gemm=replace(gemm, seconds=tuple(s * factor for s in gemm.seconds), slope=gemm.slope * factor),
+            decode=slowed(model.decode),
+            prefill=slowed(model.prefill),
+            comm=slowed(model.comm),
+            all_reduce=slowed(model.all_reduce),
+            transfer=slowed(model.transfer),
+            host=slowed(model.host),
+        )
+
+
 def narrowest_tp(hardware: Hardware, gpus: int) -> int:
     """The fewest GPUs of a logical rank that hold the weights and two requests of the longest kind (section 5).
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from conflux_ray.simulator.clock import Clock
 from conflux_ray.simulator.deployment import Deployment, Instance
+from conflux_ray.simulator.hardware import SlowedHardware
 from conflux_ray.simulator.metrics import Summary, certainly_missed, summarize
 from conflux_ray.simulator.request import Phase, Request, Slo
-from conflux_ray.simulator.router import Router
+from conflux_ray.simulator.router import ROUTERS
 from conflux_ray.simulator.systems.registry import SYSTEMS
 from conflux_ray.simulator.trace import Trace
 
@@ -30,9 +31,11 @@ class Setup:
         slo: of every request.
         options: of the system; {} takes its defaults.
         instances: how many such deployments stand behind the global router.
+        router: a key of `ROUTERS`.
+        speeds: of each deployment relative to `deployment`; empty: all are alike.
 
     Raises:
-        ValueError: there is no such system, or no instance.
+        ValueError: there is no such system or router, no instance, or not a positive speed for each.
     """
 
     system: str
@@ -40,12 +43,20 @@ class Setup:
     slo: Slo
     options: dict[str, Any] = field(default_factory=dict)
     instances: int = 1
+    router: str = "queued_work"
+    speeds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.system not in SYSTEMS:
             raise ValueError(f"system={self.system!r} is unknown; choose one of {', '.join(SYSTEMS)}")
         if self.instances < 1:
             raise ValueError(f"instances={self.instances} must be at least 1")
+        if self.router not in ROUTERS:
+            raise ValueError(f"router={self.router!r} is unknown; choose one of {', '.join(ROUTERS)}")
+        if self.speeds and (len(self.speeds) != self.instances or not all(s > 0 for s in self.speeds)):
+            raise ValueError(
+                f"speeds={self.speeds} must be a positive number for each of the {self.instances} instances"
+            )
 
     def build(self, clock: Clock) -> list[Instance]:
         """All instances."""
@@ -53,8 +64,11 @@ class Setup:
         if "tbt" in SYSTEMS[self.system].options():
             options.setdefault("tbt", self.slo.tbt)
         built = []
-        for _ in range(self.instances):
-            built += SYSTEMS[self.system].build(clock, self.deployment, options)
+        for speed in self.speeds or (1.0,) * self.instances:
+            deployment = self.deployment
+            if speed != 1.0:
+                deployment = replace(deployment, hardware=SlowedHardware(deployment.hardware, 1 / speed))
+            built += SYSTEMS[self.system].build(clock, deployment, options)
         return built
 
 
@@ -66,6 +80,7 @@ class Outcome:
         summary: what it shows.
         requests: in order of arrival, with the times of their tokens.
         routed: requests of each instance.
+        routed_tokens: prompt tokens of each instance.
         certain_miss: it was stopped early: attainment is certain to be below the asked one, and the summary partial.
         seconds: of wall time.
         notes: of the trace.
@@ -74,6 +89,7 @@ class Outcome:
     summary: Summary
     requests: tuple[Request, ...]
     routed: tuple[int, ...]
+    routed_tokens: tuple[int, ...]
     certain_miss: bool
     seconds: float
     notes: tuple[str, ...]
@@ -127,7 +143,7 @@ def simulate(
     started = time.perf_counter()
     clock = Clock()
     instances = setup.build(clock)
-    router = Router(instances)
+    router = ROUTERS[setup.router](instances)
     requests = [
         Request(i, r.arrival, r.prompt_tokens, r.output_tokens, setup.slo, r.hash_ids)
         for i, r in enumerate(trace.requests)
@@ -154,6 +170,7 @@ def simulate(
         summary=summarize(requests, skipped, sum(i.iterations for i in instances)),
         requests=tuple(requests),
         routed=tuple(router.routed),
+        routed_tokens=tuple(router.routed_tokens),
         certain_miss=certain,
         seconds=time.perf_counter() - started,
         notes=trace.notes,

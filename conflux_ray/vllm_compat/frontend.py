@@ -419,6 +419,7 @@ async def build_front_end(
             max_attempts=options.max_attempts,
             no_instance_timeout=options.no_instance_timeout,
             limits=limits,
+            routing=options.routing,
         ),
         options.slo_classes,
     )

@@ -1,8 +1,12 @@
 """The router spreads by queued work and never loses count."""
 
+from typing import get_args
+
 import pytest
 
-from conflux_ray.serving.router import NoInstanceError, Router, UnsupportedError
+from conflux_ray.config import IngressConfig
+from conflux_ray.serving.router import ROUTING, NoInstanceError, Router, UnsupportedError
+from conflux_ray.simulator.router import ROUTERS
 from conflux_ray.wire import LoadReport, Ready
 
 
@@ -17,12 +21,14 @@ def ready(name: str, max_model_len: int = 10_000, features: tuple[str, ...] = ()
     return Ready(1, name, "a", "model", max_model_len, 100, 8, features)
 
 
-def report(queued_work_s: float = 0.0, capacity: float = 1000.0, draining: bool = False) -> LoadReport:
-    return LoadReport(queued_work_s, capacity, 0, 0, 0.0, draining)
+def report(
+    queued_work_s: float = 0.0, capacity: float = 1000.0, draining: bool = False, running: int = 0, waiting: int = 0
+) -> LoadReport:
+    return LoadReport(queued_work_s, capacity, running, waiting, 0.0, draining)
 
 
-def router_of(*names: str, clock: Clock | None = None) -> Router:
-    router = Router(clock=clock or Clock())
+def router_of(*names: str, clock: Clock | None = None, routing: str = "queued_work") -> Router:
+    router = Router(clock=clock or Clock(), routing=routing)
     for name in names:
         router.add_instance(ready(name))
         router.update(name, 0, report())
@@ -40,6 +46,22 @@ def test_work_goes_by_capacity_not_by_count():
     router.update("fast", 0, report(capacity=3000.0))
     chosen = [router.dispatch(1000).instance_id for _ in range(40)]
     assert chosen.count("fast") == 30
+
+
+def test_an_idle_fast_instance_is_chosen_before_an_idle_slow_one():
+    router = router_of("slow", "fast")
+    router.update("fast", 0, report(capacity=3000.0))
+    for _ in range(3):
+        dispatch = router.dispatch(1000)
+        assert dispatch.instance_id == "fast"
+        dispatch.release()
+
+
+def test_a_short_request_goes_past_the_queue_of_the_fast_instance_and_a_long_one_waits_in_it():
+    router = router_of("slow", "fast")
+    router.update("fast", 0, report(queued_work_s=0.5, capacity=4000.0))
+    assert router.dispatch(100).instance_id == "slow"
+    assert router.dispatch(2000).instance_id == "fast"
 
 
 def test_a_long_prompt_counts_for_many_short_ones():
@@ -142,3 +164,30 @@ def test_only_instances_with_the_features_are_chosen_and_a_feature_that_none_has
 def test_without_any_instance_nothing_is_called_unsupported():
     with pytest.raises(NoInstanceError):
         Router().dispatch(10, {"logprobs"})
+
+
+def test_the_shortest_queue_counts_requests_of_all_ingresses_and_what_no_report_has_yet():
+    router = router_of("a", "b", routing="shortest_queue")
+    router.update("a", 0, report(running=2, waiting=1))
+    router.update("b", 0, report(queued_work_s=60.0, running=1))
+    assert [router.dispatch(1000).instance_id for _ in range(2)] == ["b", "b"]
+    last = router.dispatch(1000)  # 3 and 3: the one that got its last request first
+    assert last.instance_id == "a"
+    assert router.instances["a"].requests == 4
+    last.release()
+    assert router.instances["a"].requests == 3
+
+
+def test_round_robin_takes_turns_whatever_the_work_but_not_with_one_that_may_not_be_chosen():
+    router = router_of("a", "b", "c", routing="round_robin")
+    router.update("a", 0, report(queued_work_s=60.0, waiting=9))
+    assert [router.dispatch(1000).instance_id for _ in range(6)] == ["a", "b", "c"] * 2
+    router.update("b", 0, report(draining=True))
+    assert [router.dispatch(1000).instance_id for _ in range(4)] == ["a", "c"] * 2
+
+
+def test_the_same_names_everywhere():
+    literal = get_args(IngressConfig.model_fields["routing"].annotation)
+    assert list(literal) == list(ROUTING) == list(ROUTERS)
+    with pytest.raises(ValueError, match="choose one of queued_work, shortest_queue, round_robin"):
+        Router(routing="random")

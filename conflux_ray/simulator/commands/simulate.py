@@ -19,6 +19,7 @@ from conflux_ray.simulator.commands.arguments import (
 from conflux_ray.simulator.deployment import Deployment
 from conflux_ray.simulator.goodput import WARM_UP
 from conflux_ray.simulator.parallel import run_all
+from conflux_ray.simulator.router import ROUTERS
 from conflux_ray.simulator.run import Setup, simulate
 from conflux_ray.simulator.systems.registry import SYSTEMS
 from conflux_ray.simulator.workload import Workload
@@ -35,7 +36,9 @@ def _run(task: _Task) -> dict[str, Any]:
         "asked_rate": rate,
         "seed": seed,
         **outcome.summary.to_json(),
+        "router": setup.router,
         "routed": list(outcome.routed),
+        "routed_tokens": list(outcome.routed_tokens),
         "wall_seconds": outcome.seconds,
         "trace_notes": list(outcome.notes),
     }
@@ -58,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--system", choices=list(SYSTEMS), nargs="+", default=["conflux"])
     parser.add_argument("--option", nargs="*", default=[], metavar="NAME=VALUE", help="of the system")
     parser.add_argument("--instances", type=int, default=1, help="behind the global router")
+    parser.add_argument("--router", choices=list(ROUTERS), default="queued_work", help="what spreads the requests")
+    parser.add_argument("--speed", type=float, nargs="+", default=[], help="of each instance, relative to the hardware")
     parser.add_argument("--rate", type=float, nargs="+", default=[2.0], help="requests per second, all instances")
     parser.add_argument("--seed", type=int, nargs="+", default=[0])
     parser.add_argument("--describe-hardware", action="store_true", help="print every stated figure with its source")
@@ -69,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hardware, workload, slo = hardware_of(args), workload_of(args), slo_of(args)
         deployment = Deployment(hardware, args.gpus, args.prefix_cache)
         options = options_of(args.option)
-        setups = [Setup(system, deployment, slo, options, args.instances) for system in args.system]
+        behind = (args.instances, args.router, tuple(args.speed))
+        setups = [Setup(system, deployment, slo, options, *behind) for system in args.system]
         if args.describe_hardware:
             for name, value, source in hardware.device.describe():
                 print(f"{name:24} {value:<12.5g} {source}")
