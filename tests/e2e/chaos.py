@@ -1,9 +1,12 @@
-"""Streams under faults: two instances lose workers, their own lives and their ingress, and no client loses a token.
+"""Streams under faults: instances die, hang, come, go and drain, their ingress dies, and no client loses a token.
 
-    python -m tests.e2e.chaos --streams 200 --faults 12 --seed 1
+    python -m tests.e2e.chaos --streams 200 --faults 16 --seed 1
 
-Real processes throughout. A client whose ingress is killed sees its connection break, and may send the request again;
-every other stream has to end with exactly the tokens of the reference model, greedy or sampled with its seed.
+Real processes throughout. A client whose ingress is killed sees its connection break, and one that comes while the
+server drains is refused with 503; both may send the request again. Every other stream has to end with exactly the
+tokens of the reference model, greedy or sampled with its seed. An instance that is told to go waits for its streams for
+`DRAIN_SECONDS` only, so that some end there and some have to move. Now and then a fault comes before the server has
+recovered from the one before.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ from tests.e2e.server import Server, ready, running, wait_for
 from tests.e2e.tiny import Stream, leftovers
 
 NUM_INSTANCES = 2
+MOST_INSTANCES = 3
+DRAIN_SECONDS = 3
 TEMPERATURE = 0.8
 NEAR_TIE = 1e-3
 """Where the reference's best two candidates are closer than this, rounding may choose."""
@@ -47,6 +52,7 @@ class Outcome:
     streams: int = 0
     tokens: int = 0
     broken: int = 0  # connections that broke because their ingress was killed
+    refused: int = 0  # requests that came while the server drained
     near_ties: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -65,13 +71,43 @@ def find(server: Server, text: str) -> list[psutil.Process]:
 WORKER, INSTANCE, INGRESS = "WorkerActor", "ServeReplica:conflux:instance", "ServeReplica:conflux:ingress"
 REGISTRY = "ray::Registry"
 
-FAULTS: dict[str, tuple[str, signal.Signals]] = {
+KILLS: dict[str, tuple[str, signal.Signals]] = {
     "a worker is killed": (WORKER, signal.SIGKILL),
     "a worker is frozen": (WORKER, signal.SIGSTOP),
     "an instance is killed": (INSTANCE, signal.SIGKILL),
     "an ingress is killed": (INGRESS, signal.SIGKILL),
     "the registry is killed": (REGISTRY, signal.SIGKILL),
 }
+UP, DOWN, DRAIN = "an instance comes", "an instance goes", "the server drains"
+FAULTS = (*KILLS, UP, DOWN, DRAIN)
+
+
+def order(rng: random.Random, count: int) -> list[str]:
+    """`count` faults in random order, each kind at least once if there are enough of them.
+
+    There are always 1 to `MOST_INSTANCES` instances: where one more or one fewer would leave that range, the other of
+    the two takes its place.
+    """
+    names = rng.sample(FAULTS, min(count, len(FAULTS)))
+    names += rng.choices(FAULTS, k=count - len(names))
+    instances = NUM_INSTANCES
+    for i, name in enumerate(names):
+        if name in (UP, DOWN):
+            if not 1 <= instances + (1 if name == UP else -1) <= MOST_INSTANCES:
+                names[i] = DOWN if name == UP else UP
+            instances += 1 if names[i] == UP else -1
+    return names
+
+
+def census(server: Server) -> Counter[str]:
+    """How many processes of each kind there are; Ray's spare workers, which come and go, are left out."""
+    kinds: Counter[str] = Counter()
+    for process in server.descendants():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            kind = (process.cmdline() or [process.name()])[0].split("(")[0].strip()
+            if not kind.startswith("ray::IDLE"):
+                kinds[kind] += 1
+    return kinds
 
 
 class Chaos:
@@ -87,7 +123,10 @@ class Chaos:
         self._server = server
         self._rng = random.Random(seed)
         self._say = say
+        self._instances = NUM_INSTANCES
         self._ingress_deaths = 0
+        self._turns = 0  # drains that have begun or ended: odd while one is under way
+        self._settled = True  # the next fault waits until all is well
         self._lock = threading.Lock()
         self._left = 0
         self._faults_are_over = False
@@ -102,13 +141,13 @@ class Chaos:
             ChaosError: a stream lost or repeated a token, ended in silence, or the server did not come back.
         """
         started = time.monotonic()
+        self._recover()
+        baseline = census(self._server)
         self._left = streams
         clients = [threading.Thread(target=self._client, args=(self._rng.random(),)) for _ in range(at_once)]
         for client in clients:
             client.start()
-        names = [name for _ in range(faults) for name in self._rng.sample(sorted(FAULTS), 1)]
-        if faults >= len(FAULTS):
-            names[: len(FAULTS)] = self._rng.sample(sorted(FAULTS), len(FAULTS))
+        names = order(self._rng, faults)
         try:
             for name in names:
                 self._inject(name)
@@ -120,36 +159,67 @@ class Chaos:
             raise ChaosError("a client still waits")
         if self._problems:
             raise ChaosError("\n".join(self._problems))
+        if self._instances != NUM_INSTANCES:
+            self._scale(NUM_INSTANCES - self._instances)
         self._recover()
+        self._server.wait_idle(60, count=NUM_INSTANCES)
+        wait_for(
+            lambda: census(self._server) == baseline,
+            60,
+            lambda: f"processes: {census(self._server) - baseline} more, {baseline - census(self._server)} fewer",
+        )
         self._check()
         self.outcome.seconds = time.monotonic() - started
         return self.outcome
 
     def _inject(self, name: str) -> None:
-        """Wait until both instances serve, then do it in mid-stream."""
-        self._recover()
+        """Do it in mid-stream, mostly when the server has recovered from the fault before."""
+        if self._settled:
+            self._recover()
+        self._settled = self._rng.random() < 0.7 or name == DRAIN
         if self._problems:
             raise ChaosError("\n".join(self._problems))
         time.sleep(self._rng.uniform(0.5, 2.0))
-        text, number = FAULTS[name]
-        victims = find(self._server, text)
-        if not victims:
-            raise ChaosError(f"{name}: there is none")
-        victim = self._rng.choice(victims)
-        self._say(f"{name} (process {victim.pid}); {len(self._finished)} streams done")
+        self._say(f"{name}; {len(self._finished)} streams done, {self._instances} instances")
+        if name in (UP, DOWN):
+            self._scale(1 if name == UP else -1)
+        elif name == DRAIN:
+            self._drain()
+        else:
+            self._kill(*KILLS[name])
+        self.outcome.faults[name] += 1
+
+    def _kill(self, text: str, number: signal.Signals) -> None:
+        wait_for(lambda: bool(find(self._server, text)), 60, lambda: f"there is no process {text}")
+        victim = self._rng.choice(find(self._server, text))
         if text == INGRESS:
             self._ingress_deaths += 1
         os.kill(victim.pid, number)
-        self.outcome.faults[name] += 1
         if number == signal.SIGSTOP:
             wait_for(lambda: not victim.is_running(), 90, lambda: f"process {victim.pid} is still frozen")
 
+    def _scale(self, change: int) -> None:
+        self._instances += change
+        self._server.scale(self._instances)
+
+    def _drain(self) -> None:
+        """No new requests for a while; those that run go on."""
+        self._recover()  # a stream whose instance is lost while all drain has nowhere to go on
+        self._turns += 1
+        self._server.drain(True)
+        wait_for(lambda: not ready(self._server.url), 30, lambda: "it still takes requests")
+        time.sleep(self._rng.uniform(0.0, 3.0))
+        self._server.drain(False)
+        wait_for(lambda: ready(self._server.url), 30, lambda: "it takes no requests again")
+        self._turns += 1
+
     def _recover(self) -> None:
         wait_for(lambda: ready(self._server.url), 120, lambda: "the server does not come back")
+        count = self._instances
         wait_for(
-            lambda: len(find(self._server, WORKER)) == NUM_INSTANCES == len(self._server.all_stats(NUM_INSTANCES)),
+            lambda: len(find(self._server, WORKER)) == count == len(self._server.all_stats(count)),
             150,
-            lambda: "an instance does not come back",
+            lambda: f"not {count} instances with a worker each: {len(find(self._server, WORKER))} workers",
         )
 
     def _client(self, seed: float) -> None:
@@ -162,16 +232,22 @@ class Chaos:
             prompt = [rng.randrange(3, 500) for _ in range(rng.randint(2, 60))]
             stream = self._stream(rng, prompt, rng.randint(50, 300))
             while True:
-                before = self._ingress_deaths
+                deaths, turns = self._ingress_deaths, self._turns
                 stream.run()
                 if stream.error is None and stream.done:
                     break
-                if self._ingress_deaths == before and not self._was_killed(before):
+                drained = turns % 2 == 1 or turns != self._turns
+                refused = drained and stream.status == 503 and not stream.tokens
+                if not refused and self._ingress_deaths == deaths and not self._was_killed(deaths):
                     with self._lock:
-                        self._problems.append(f"{stream.error or 'a silent end'} after {len(stream.tokens)} tokens")
+                        self._problems.append(
+                            f"{stream.error or 'a silent end'} after {len(stream.tokens)} tokens, status "
+                            f"{stream.status}"
+                        )
                     return
                 with self._lock:
-                    self.outcome.broken += 1
+                    self.outcome.refused += refused
+                    self.outcome.broken += not refused
                 while not ready(self._server.url):
                     time.sleep(0.2)
                 stream = Stream(self._server, prompt, stream.body["max_tokens"], **stream.changes)
@@ -223,8 +299,15 @@ def candidates(logits: torch.Tensor, body: dict, position: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def chaos_server(folder: Path, port: int):
-    """deployments/two-instances.yaml with a model that is called "tiny"."""
-    with running(folder, port, deployment="two-instances.yaml", model={"served_model_name": "tiny"}) as server:
+    """deployments/two-instances.yaml with a model that is called "tiny", and a number of instances that can be set."""
+    with running(
+        folder,
+        port,
+        deployment="two-instances.yaml",
+        application={"external_scaler_enabled": True},
+        model={"served_model_name": "tiny"},
+        instance={"drain_timeout_s": DRAIN_SECONDS},
+    ) as server:
         yield server
 
 
@@ -232,7 +315,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--at-once", type=int, default=16)
-    parser.add_argument("--faults", type=int, default=12)
+    parser.add_argument("--faults", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     before = leftovers()
@@ -243,7 +326,6 @@ def main() -> int:
         except AssertionError as error:
             print(f"seed {args.seed}: {error}")
             return 1
-        server.wait_idle(60, count=NUM_INSTANCES)
     wait_for(lambda: leftovers() <= before, 20, lambda: f"left behind: {leftovers() - before}")
     return 0
 

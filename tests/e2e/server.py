@@ -40,6 +40,17 @@ class Server:
 
     def all_stats(self, count: int) -> list[dict[str, Any]]:
         """`Instance.stats` of `count` instances, or of those that answer."""
+        return self._ask(f"stats {count}")
+
+    def scale(self, count: int) -> None:
+        """Have Ray Serve run `count` instances; needs `external_scaler_enabled` in the configuration."""
+        self._ask(f"replicas {count}")
+
+    def drain(self, on: bool) -> None:
+        """Have all instances take no new requests, as `conflux drain` does, or take some again."""
+        self._ask(f"drain {self.model} {'on' if on else 'off'}")
+
+    def _ask(self, line: str) -> Any:
         if self._prober is None:
             self._prober = subprocess.Popen(
                 [sys.executable, "-m", "tests.e2e.prober"],
@@ -51,11 +62,11 @@ class Server:
             )
         assert self._prober.stdin is not None
         assert self._prober.stdout is not None
-        print(count, file=self._prober.stdin, flush=True)
-        for line in self._prober.stdout:
-            if line.startswith("stats "):
-                return json.loads(line.removeprefix("stats "))
-        raise AssertionError("the prober ended: the instance does not answer")
+        print(line, file=self._prober.stdin, flush=True)
+        for answer in self._prober.stdout:
+            if answer.startswith("answer "):
+                return json.loads(answer.removeprefix("answer "))
+        raise AssertionError(f"the prober ended at {line!r}: the cluster does not answer")
 
     def end_prober(self) -> None:
         if self._prober is not None:
@@ -107,6 +118,7 @@ def running(
     environment: dict[str, str] | None = None,
     launcher: bool = False,
     deployment: str = "conflux.yaml",
+    application: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Iterator[Server]:
     """`serve run` (or `conflux serve`) of a deployment with `changes` to its args, stopped at the end.
@@ -117,10 +129,12 @@ def running(
         environment: variables for the server in place of `serve_environment()`.
         launcher: run `conflux serve`.
         deployment: file in deployments/.
+        application: keys to set beside the args.
         changes: per section of the args, the keys to set.
     """
     config = yaml.safe_load((REPOSITORY / "deployments" / deployment).read_text())
     config["http_options"]["port"] = port
+    config["applications"][0].update(application or {})
     args = config["applications"][0]["args"]
     for section, values in changes.items():
         args.setdefault(section, {}).update(values)

@@ -64,10 +64,12 @@ class Stream(threading.Thread):
         self.finish_reason: str | None = None
         self.done = False
         self.error: str | None = None
+        self.status: int | None = None
 
     def run(self) -> None:
         try:
             with httpx.stream("POST", f"{self.url}/v1/completions", json=self.body, timeout=120) as response:
+                self.status = response.status_code
                 for line in response.iter_lines():
                     if line == "data: [DONE]":
                         self.done = True
