@@ -109,8 +109,10 @@ ROUTING: dict[str, Callable[[InstanceLoad, int, float], tuple[float, ...]]] = {
     "shortest_queue": _shortest_queue,
     "round_robin": _round_robin,
 }
-"""`ingress.routing`: what an instance is chosen by, for a request of so many tokens, now. The least wins; of equals, the
-instance whose last request is the oldest."""
+"""`ingress.routing`: what an instance is chosen by, for a request of so many tokens, now.
+
+The least wins; of equals, the instance whose last request is the oldest.
+"""
 
 
 class Router:
