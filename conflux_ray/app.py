@@ -11,7 +11,15 @@ from ray.serve.config import AutoscalingPolicy
 from conflux_ray.cluster.autoscaling import QueuedWorkPolicy
 from conflux_ray.cluster.instance import Instance, instance_bundles
 from conflux_ray.cluster.registry import OpenDirectory
-from conflux_ray.config import ConfluxConfig, InstanceConfig, check_model, parse, read_model_config, resolve_model
+from conflux_ray.config import (
+    ConfluxConfig,
+    InstanceConfig,
+    SloConfig,
+    check_model,
+    parse,
+    read_model_config,
+    resolve_model,
+)
 from conflux_ray.serving.ingress import build_ingress
 from conflux_ray.serving.options import IngressOptions
 from conflux_ray.wire import Slo
@@ -48,7 +56,8 @@ def build(args: dict[str, Any]) -> serve.Application:
         served_model_name=config.model.name,
         max_model_len=geometry.max_model_len,
         trust_remote_code=config.model.trust_remote_code,
-        slo_classes={"default": Slo(config.slo.ttft_s, config.slo.tbt_s)},
+        slo_classes=slo_classes(config.slo),
+        slo_objective=config.slo.objective,
         max_in_flight=config.limits.max_requests_per_ingress,
         max_body_bytes=config.limits.max_body_bytes,
         no_instance_timeout=config.limits.no_instance_timeout_s,
@@ -62,6 +71,12 @@ def build(args: dict[str, Any]) -> serve.Application:
         ray_actor_options={"num_cpus": 0.1 if device == "cpu" else 1},
         graceful_shutdown_timeout_s=config.instance.drain_timeout_s + 30,
     )
+
+
+def slo_classes(slo: SloConfig) -> dict[str, Slo]:
+    """The deployment's promises by class."""
+    named = {name: Slo(one.ttft_s, one.tbt_s, name) for name, one in slo.classes.items()}
+    return {"default": Slo(slo.ttft_s, slo.tbt_s), **named}
 
 
 def _replicas(instance: InstanceConfig) -> dict[str, Any]:

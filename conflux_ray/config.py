@@ -7,6 +7,7 @@ against the model's `config.json`. Every error names the field, the value and th
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,8 @@ from conflux_ray.kv import KVGeometry
 from conflux_ray.models import store
 
 GIB = 1 << 30
+MAX_SLO_CLASSES = 16
+"""Each is a label value of the ingress's metrics."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PREFILL_PAGE = 128
 """Tokens of a prefill page below which FlashAttention 3 leaves its fast path (6 to 15 % of prefill attention)."""
@@ -128,11 +131,33 @@ class InstanceConfig(_Section):
         return max(16, -(-PREFILL_PAGE // self.sp_degree)) if self.device == "cuda" else 16
 
 
+class SloClassConfig(_Section):
+    """The promises of one class."""
+
+    ttft_s: float = Field(gt=0)
+    tbt_s: float = Field(gt=0)
+
+
 class SloConfig(_Section):
-    """Default promises; a request may bring its own."""
+    """Default promises; a request may bring its own, or name a class."""
 
     ttft_s: float = Field(2.0, gt=0)
     tbt_s: float = Field(0.1, gt=0)
+    classes: dict[str, SloClassConfig] = Field(
+        {}, max_length=MAX_SLO_CLASSES, description="More classes by name; `default` is the two keys above."
+    )
+    objective: float = Field(
+        0.99, gt=0, lt=1, description="Share of requests that should meet their promises; alerts watch the rest."
+    )
+
+    @model_validator(mode="after")
+    def _check_names(self) -> SloConfig:
+        for name in self.classes:
+            if name == "default" or not re.fullmatch(r"[a-z][a-z0-9_-]{0,31}", name):
+                raise ValueError(
+                    f"classes.{name}: a class is named by up to 32 lower-case letters, digits, - and _, not `default`"
+                )
+        return self
 
 
 class SchedulerConfig(_Section):

@@ -21,12 +21,26 @@ from conflux_ray.cluster.autoscaling import KV_USED, QUEUED_WORK
 from conflux_ray.cluster.load import LoadMeter
 from conflux_ray.cluster.policy import make_policy
 from conflux_ray.cluster.registry import HEARTBEAT_SECONDS, registry_handle
-from conflux_ray.config import GIB, ConfluxConfig, check_model, parse, read_model_config, resolve_model, size_pool
+from conflux_ray.config import (
+    GIB,
+    ConfluxConfig,
+    block_bytes,
+    check_model,
+    parse,
+    read_model_config,
+    resolve_model,
+    size_pool,
+)
 from conflux_ray.execution.engine import Engine, TokenOutput
 from conflux_ray.execution.loop import IterationLoop, WorkerLostError
 from conflux_ray.execution.request import Request
 from conflux_ray.kv import KVGeometry
 from conflux_ray.logs import configure as configure_logs
+from conflux_ray.metrics.definitions import INSTANCE_START
+from conflux_ray.metrics.gpu import GpuSampler
+from conflux_ray.metrics.ingress import SHORT_ID
+from conflux_ray.metrics.instance import InstanceMetrics, MeteredWorkers
+from conflux_ray.metrics.ray_export import RayExporter
 from conflux_ray.vllm_compat.plugin import use_cpu_platform
 from conflux_ray.wire import (
     PROTOCOL_VERSION,
@@ -111,7 +125,12 @@ class Instance:
             make_policy(config, geometry, instance.device),
             geometry.max_model_len,
         )
-        self._loop = IterationLoop(self._engine, self._workers, instance.iteration_timeout_s)
+        identity = ray.get_runtime_context()
+        self._info_base = (f"{identity.get_actor_id() or 'instance'}", uuid.uuid4().hex)
+        token_bytes = block_bytes(geometry, instance) * instance.tensor_parallel / instance.block_tokens
+        self._metrics = InstanceMetrics(self._name, self._info_base[0][:SHORT_ID], self._engine, token_bytes)
+        metered = MeteredWorkers(self._workers, self._metrics, time.monotonic)
+        self._loop = IterationLoop(self._engine, metered, instance.iteration_timeout_s)
         self._meter = LoadMeter(self._engine)
         self._load = self._meter.report()  # as last published
         self._requests: dict[str, tuple[str, AddRequest, float]] = {}  # engine id -> peer, message, receipt
@@ -121,8 +140,6 @@ class Instance:
         self._stop = threading.Event()
         self._last_progress = time.monotonic()
 
-        identity = ray.get_runtime_context()
-        self._info_base = (f"{identity.get_actor_id() or 'instance'}", uuid.uuid4().hex)
         token = secrets.token_urlsafe(32)
         ready = Ready(
             PROTOCOL_VERSION,
@@ -140,6 +157,9 @@ class Instance:
         self._thread.start()
         self._heart = threading.Thread(target=self._beat, name="conflux-heartbeat", daemon=True)
         self._heart.start()
+        self._exporter = RayExporter(self._metrics.store, GpuSampler(self._metrics.store, self._workers.gpus).sample)
+        self._metrics.store.value(INSTANCE_START).value = time.monotonic() - self._started
+        self._exporter.start()
         self._progress(
             f"ready: {pool.num_blocks} KV blocks of {pool.block_size} tokens on each of {instance.sp_degree} ranks,"
             f" max_model_len {geometry.max_model_len}"
@@ -178,6 +198,7 @@ class Instance:
         self._endpoint.wake()
         await asyncio.to_thread(self._thread.join, 10.0)
         await asyncio.to_thread(self._workers.stop)
+        await asyncio.to_thread(self._exporter.close)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """For the autoscaling policy (`cluster.autoscaling`)."""
@@ -244,6 +265,7 @@ class Instance:
             messages.setdefault(peer, []).extend(refusals)
         self._load = self._meter.report(self._draining, self._drain)
         self._endpoint.publish(messages, self._load)
+        self._metrics.sample(self._load, self._last_progress)
 
     def _add(self, peer: str, message: AddRequest) -> RequestOutput | None:
         limits = self._config.limits

@@ -102,6 +102,7 @@ class RayWorkerGroup:
             deadline = time.monotonic() + timeout
             self._actors = [self._create(spec, rank, group) for rank in range(spec.world_size)]
             gpus = [gpu for own in self._get([a.gpus.remote() for a in self._actors], deadline) for gpu in own]
+            self.gpus = tuple(gpus)  # of the instance, as CUDA_VISIBLE_DEVICES names them
             progress("worker processes are up" + (f" on GPUs {', '.join(gpus)}" if gpus else ""))
             specs = [
                 replace(spec, rank=rank, local_rank=rank if gpus else 0, init_method=init_method)

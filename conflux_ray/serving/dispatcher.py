@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from conflux_ray import wire
+from conflux_ray.metrics.definitions import MIGRATIONS
 from conflux_ray.serving.directory import Directory
 from conflux_ray.serving.router import Dispatch, NoInstanceError, Router, UnsupportedError
 from conflux_ray.transport import IngressEndpoint, TransportLimits
@@ -49,9 +50,13 @@ class _Active:
 class DispatcherCounters:
     """What happened since the start."""
 
+    dispatches: int = 0  # requests sent to an instance
     migrations: int = 0
+    migrated: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MIGRATIONS, 0))  # the same, by why
     stale_outputs: int = 0
     failed: int = 0
+    sessions_opened: int = 0
+    sessions_ended: int = 0
 
 
 class Dispatcher:
@@ -95,6 +100,11 @@ class Dispatcher:
     def in_flight(self) -> int:
         """Requests submitted and not finished or aborted."""
         return len(self._active)
+
+    @property
+    def num_waiting(self) -> int:
+        """Of them, those that no instance can take now."""
+        return len(self._waiting)
 
     def start(self) -> None:
         """Begin to follow the directory; needs a running event loop."""
@@ -193,6 +203,7 @@ class Dispatcher:
             )
             if self._endpoint_send(dispatch.instance_id, message):
                 active.dispatch = dispatch
+                self.counters.dispatches += 1
                 self._stop_waiting(active)
                 return
             dispatch.release()
@@ -207,8 +218,8 @@ class Dispatcher:
                 return other.dispatch.instance_id
         return None
 
-    def _move(self, active: _Active, reason: str) -> None:
-        """Resubmit elsewhere, or give up after the last attempt."""
+    def _move(self, active: _Active, cause: str, reason: str) -> None:
+        """Resubmit elsewhere, or give up after the last attempt; `cause` is one of `MIGRATIONS`, `reason` its story."""
         if active.dispatch is not None:
             active.dispatch.release()
             active.dispatch = None
@@ -222,6 +233,7 @@ class Dispatcher:
             )
             return
         self.counters.migrations += 1
+        self.counters.migrated[cause] += 1
         self._send(active)
 
     def _wait(self, active: _Active) -> None:
@@ -260,6 +272,7 @@ class Dispatcher:
             "instance %s is ready: max_model_len=%d, features=%s", instance_id, ready.max_model_len, ready.features
         )
         self.router.add_instance(ready)
+        self.counters.sessions_opened += 1
         self.on_instances_changed()
         self._retry_waiting(instance_id)
 
@@ -271,11 +284,12 @@ class Dispatcher:
 
     def _on_ended(self, instance_id: str, reason: str) -> None:
         self.router.remove_instance(instance_id)
+        self.counters.sessions_ended += 1
         self.on_instances_changed()
         for active in list(self._active.values()):
             if active.dispatch is not None and active.dispatch.instance_id == instance_id:
                 logger.warning("request %s moves from instance %s (%s)", active.request.request_id, instance_id, reason)
-                self._move(active, reason)
+                self._move(active, "instance_lost", reason)
 
     def _on_outputs(self, message: wire.Outputs) -> None:
         load = self.router.instances.get(message.instance_id)
@@ -309,13 +323,14 @@ class Dispatcher:
             self._endpoint_send(instance_id, wire.Abort([(output.request_id, output.attempt)]))
             self._move(
                 active,
+                "token_gap",
                 f"token {len(active.emitted)} is missing, instance {instance_id} went on to {output.token_index}",
             )
             return False
         if output.finish_reason in (FinishReason.REJECTED, FinishReason.OVERLOADED):
             active.overloaded |= output.finish_reason is FinishReason.OVERLOADED
             active.excluded.add(instance_id)
-            self._move(active, f"instance {instance_id} rejected it: {output.error or 'no reason given'}")
+            self._move(active, "refused", f"instance {instance_id} rejected it: {output.error or 'no reason given'}")
             return False
         active.emitted.extend(output.new_token_ids)
         active.excluded.clear()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 
 from conflux_ray.logs import configure as configure_logs
+from conflux_ray.metrics.ray_export import RayExporter
 from conflux_ray.serving.directory import Directory
 from conflux_ray.serving.environment import warn_if_slow
 from conflux_ray.serving.options import IngressOptions
@@ -36,6 +37,7 @@ class Ingress:
         self._options = options
         self._open_directory = open_directory
         self._front_end: FrontEnd | None = None
+        self._exporter: RayExporter | None = None
         configure_logs()
         warn_if_slow()
 
@@ -48,6 +50,8 @@ class Ingress:
 
         ingress_id = f"ingress-{uuid.uuid4().hex[:12]}"
         self._front_end = await build_front_end(self._options, self._open_directory(), ingress_id)
+        self._exporter = RayExporter(self._front_end.metrics.store)
+        self._exporter.start()
         return self._front_end.app
 
     def check_health(self) -> None:

@@ -5,6 +5,7 @@ One pure ASGI middleware, outermost, so that what it answers itself stays fast w
 * `/live`: the process answers. `/health`: at least one instance takes requests (else 503).
 * A POST beyond `max_in_flight` gets 429, one that finds no instance in time 503; every 429 and 503 has Retry-After.
 * A body that is too large gets 413; one that is no JSON object gets 400 (vLLM answers 500 to `[]` and `null`).
+* `/metrics` is this replica's, labelled as such (`metrics.exposition`).
 * When the client leaves, the handler is cancelled, streaming or not. vLLM's own way of noticing does not work behind
   Ray Serve: Ray cancels the request's task, which vLLM's `with_cancellation` does not pass on to the handler.
 """
@@ -18,6 +19,8 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
+from conflux_ray.metrics.exposition import CONTENT_TYPE as METRICS_CONTENT_TYPE
+from conflux_ray.metrics.ingress import IngressMetrics, RequestRecord, current_request
 from conflux_ray.serving.options import IngressOptions
 from conflux_ray.serving.slo import FIELDS, SloError, request_headers_slo, resolve
 
@@ -62,6 +65,8 @@ class FrontMiddleware:
         app: the application.
         instances: tells whether requests can be served.
         close: awaited once, after the application's lifespan has ended.
+        metrics: counts requests; its own where none is given.
+        exposition: the text of `/metrics`; without it the application answers.
     """
 
     def __init__(
@@ -70,11 +75,15 @@ class FrontMiddleware:
         instances: Availability,
         options: IngressOptions,
         close: Callable[[], Awaitable[None]] | None = None,
+        metrics: IngressMetrics | None = None,
+        exposition: Callable[[], bytes] | None = None,
     ) -> None:
         self._app = app
         self._instances = instances
         self._options = options
         self._close = close
+        self._metrics = metrics or IngressMetrics(options.served_model_name, "ingress", options.slo_classes)
+        self._exposition = exposition
         self._in_flight = 0
         self._waiting = 0
         self._entry = asyncio.Lock()
@@ -83,6 +92,11 @@ class FrontMiddleware:
     def in_flight(self) -> int:
         """Requests to the application that have not ended."""
         return self._in_flight
+
+    @property
+    def waiting(self) -> int:
+        """Of them, those that wait for the first instance."""
+        return self._waiting
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -101,15 +115,23 @@ class FrontMiddleware:
         elif path == "/health":
             ready = self._instances.is_ready()
             await _respond(send, 200 if ready else 503, {"status": "ready" if ready else "no instance is ready"})
+        elif path.rstrip("/") == "/metrics" and self._exposition is not None:
+            await _send(send, 200, self._exposition(), METRICS_CONTENT_TYPE)
         elif scope["method"] != "POST":
             await self._app(scope, receive, send)
         else:
+            record = self._metrics.arrived(path)
+            token = current_request.set(record)
             try:
-                await self._post(scope, receive, send)
+                await self._post(scope, receive, send, record)
             except HttpError as error:
+                record.status = error.status
                 await _respond(send, error.status, error.body, error.retry_after)
+            finally:
+                current_request.reset(token)
+                self._metrics.ended(record)
 
-    async def _post(self, scope: Any, receive: Receive, send: Send) -> None:
+    async def _post(self, scope: Any, receive: Receive, send: Send, record: RequestRecord) -> None:
         if self._in_flight >= self._options.max_in_flight:
             raise HttpError(
                 429,
@@ -120,22 +142,23 @@ class FrontMiddleware:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         self._in_flight += 1
         try:
-            slo = self._slo_fields(headers)
+            slo = self._slo_fields(headers, record)
             body = await self._read_body(headers, receive)
             if body is None:
+                record.left = True
                 return  # the client left before it had sent everything
             if headers.get("content-type", "").startswith("application/json"):
                 _require_json_object(body)
             await self._require_instance()
             token = request_headers_slo.set(slo)
             try:
-                await self._enter(scope, body, receive, send)
+                await self._enter(scope, body, receive, send, record)
             finally:
                 request_headers_slo.reset(token)
         finally:
             self._in_flight -= 1
 
-    async def _enter(self, scope: Any, body: bytes, receive: Receive, send: Send) -> None:
+    async def _enter(self, scope: Any, body: bytes, receive: Receive, send: Send, record: RequestRecord) -> None:
         """Run the application on a body already read; when the client leaves or this task is cancelled, end it.
 
         The application is told by `http.disconnect`, which ends vLLM's handlers and Starlette's streams; one that has
@@ -156,8 +179,10 @@ class FrontMiddleware:
         async def app_send(message: Message) -> None:
             if gone.is_set():
                 return
-            if message["type"] == "http.response.start" and message["status"] in (429, 503):
-                message["headers"] = [*message["headers"], _retry_after(self._options.retry_after)]
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                if record.status in (429, 503):
+                    message["headers"] = [*message["headers"], _retry_after(self._options.retry_after)]
             await send(message)
 
         async def watch() -> None:
@@ -174,6 +199,7 @@ class FrontMiddleware:
             watcher.cancel()
             if not handler.done():
                 gone.set()
+                record.left = True
                 await asyncio.wait({handler}, timeout=_CANCEL_GRACE)
                 if not handler.done():
                     logger.warning("%s did not end after its client had left; cancelled", scope["path"])
@@ -182,12 +208,12 @@ class FrontMiddleware:
         if not gone.is_set() and not handler.cancelled() and (error := handler.exception()) is not None:
             raise error
 
-    def _slo_fields(self, headers: Mapping[str, str]) -> dict[str, str]:
+    def _slo_fields(self, headers: Mapping[str, str], record: RequestRecord) -> dict[str, str]:
         names = {field: f"x-conflux-{field.replace('_', '-')}" for field in FIELDS}
         fields = {field: headers[name] for field, name in names.items() if name in headers}
         if fields:
             try:
-                resolve(self._options.slo_classes, fields)
+                record.slo = resolve(self._options.slo_classes, fields)
             except SloError as error:
                 raise HttpError(400, "BadRequestError", f"header {names[error.field]}: {error}") from None
         return fields
@@ -248,9 +274,11 @@ def _retry_after(seconds: float) -> tuple[bytes, bytes]:
 
 
 async def _respond(send: Send, status: int, body: object, retry_after: float | None = None) -> None:
-    data = json.dumps(body).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
-    if retry_after is not None:
-        headers.append(_retry_after(retry_after))
+    more = () if retry_after is None else (_retry_after(retry_after),)
+    await _send(send, status, json.dumps(body).encode(), "application/json", *more)
+
+
+async def _send(send: Send, status: int, data: bytes, content_type: str, *more: tuple[bytes, bytes]) -> None:
+    headers = [(b"content-type", content_type.encode()), (b"content-length", str(len(data)).encode()), *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": data})

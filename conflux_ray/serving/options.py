@@ -22,6 +22,8 @@ class IngressOptions:
 
     slo_classes: Mapping[str, Slo] = field(default_factory=lambda: {DEFAULT_CLASS: Slo(2.0, 0.2)})
 
+    slo_objective: float = 0.99  # share of requests that should meet their promises; the rest is the error budget
+
     max_in_flight: int = 2048  # HTTP requests to the model; more get 429
     max_waiting_for_instance: int = 256  # requests held while no instance is ready; more get 503 at once
     no_instance_timeout: float = 10.0  # how long they are held
@@ -33,6 +35,8 @@ class IngressOptions:
     def __post_init__(self) -> None:
         if DEFAULT_CLASS not in self.slo_classes:
             raise ValueError(f"slo_classes={sorted(self.slo_classes)} must contain {DEFAULT_CLASS!r}")
+        if not 0 < self.slo_objective < 1:
+            raise ValueError(f"slo_objective={self.slo_objective} must be between 0 and 1")
         for name in ("max_in_flight", "max_waiting_for_instance", "max_body_bytes", "max_attempts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")

@@ -46,10 +46,13 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm.v1.metrics.prometheus import get_prometheus_registry
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm.v1.outputs import LogprobsLists
 
 from conflux_ray import wire
+from conflux_ray.metrics.exposition import render
+from conflux_ray.metrics.ingress import ChoiceRecord, IngressMetrics, current_request
 from conflux_ray.serving.directory import Directory
 from conflux_ray.serving.dispatcher import Dispatcher
 from conflux_ray.serving.middleware import FrontMiddleware
@@ -126,6 +129,7 @@ class _Pending:
     num_prompt_tokens: int
     submitted: float  # monotonic
     started: bool = False
+    record: ChoiceRecord | None = None  # what is counted of it
 
 
 @dataclass(slots=True)
@@ -141,6 +145,7 @@ class DispatcherCoreClient(EngineCoreClient):
     Args:
         make_dispatcher: builds the dispatcher around the callback that takes its outputs.
         slo_classes: the deployment's promises.
+        metrics: counts tokens against their deadlines.
     """
 
     engine_ranks_managed = (0,)
@@ -149,12 +154,14 @@ class DispatcherCoreClient(EngineCoreClient):
         self,
         make_dispatcher: Callable[[Callable[[list[wire.RequestOutput]], None]], Dispatcher],
         slo_classes: Mapping[str, wire.Slo],
+        metrics: IngressMetrics,
     ) -> None:
         self.resources = _Resources()
         self.dispatcher = make_dispatcher(self._arrived)
         # Requests that no instance served, by vLLM's external id; whoever waits for one takes its own out.
         self.unserved: dict[str, HTTPStatus] = {}
         self._slo_classes = slo_classes
+        self._metrics = metrics
         self._pending: dict[str, _Pending] = {}
         self._queue: deque[wire.RequestOutput] = deque()
         self._filled = asyncio.Event()
@@ -167,7 +174,8 @@ class DispatcherCoreClient(EngineCoreClient):
             if self._refresh is None:
                 self._refresh = asyncio.get_running_loop().call_later(_STATISTICS_INTERVAL, self._refresh_statistics)
             await self._filled.wait()
-        outputs = [self._convert(self._queue.popleft()) for _ in range(min(len(self._queue), _OUTPUTS_PER_BATCH))]
+        now = self._metrics.clock()
+        outputs = [self._convert(self._queue.popleft(), now) for _ in range(min(len(self._queue), _OUTPUTS_PER_BATCH))]
         return EngineCoreOutputs(engine_index=0, outputs=outputs, scheduler_stats=self._stats())
 
     async def get_supported_tasks_async(self) -> tuple[SupportedTask, ...]:
@@ -189,8 +197,12 @@ class DispatcherCoreClient(EngineCoreClient):
             age_s=max(0.0, time.time() - request.arrival_time),
             cache_salt=request.cache_salt,
         )
+        http_request = current_request.get()
+        record = None
+        if http_request is not None:
+            record = self._metrics.submitted(http_request, message.slo, len(prompt))
         self._pending[request.request_id] = _Pending(
-            request.external_req_id or request.request_id, len(prompt), time.monotonic()
+            request.external_req_id or request.request_id, len(prompt), time.monotonic(), record=record
         )
         try:
             self.dispatcher.submit(message, group=child.group(1) if child else None)
@@ -225,8 +237,13 @@ class DispatcherCoreClient(EngineCoreClient):
         self._queue.extend(outputs)
         self._filled.set()
 
-    def _convert(self, output: wire.RequestOutput) -> EngineCoreOutput:
+    def _convert(self, output: wire.RequestOutput, now: float) -> EngineCoreOutput:
         pending = self._pending.get(output.request_id)
+        if pending is not None and pending.record is not None:
+            if output.new_token_ids:
+                pending.record.took(len(output.new_token_ids), now)
+            if output.finish_reason is not None:
+                pending.record.ended(output.finish_reason)
         if output.finish_reason in _UNSERVED:
             reason: FinishReason | None = FinishReason.ERROR
             if pending is not None:
@@ -360,12 +377,25 @@ class FrontEnd:
     openai_app: FastAPI
     llm: ConfluxLLM
     dispatcher: Dispatcher
+    metrics: IngressMetrics
     _closed: bool = field(default=False, repr=False)
+    _sampling: asyncio.TimerHandle | None = field(default=None, repr=False)
+
+    def sample_metrics(self) -> None:
+        """Bring the router's metrics up to date."""
+        self.metrics.sample(self.dispatcher, self.app.in_flight, self.app.waiting)
+
+    def keep_sampling(self) -> None:
+        """Do so now, and every second from now on."""
+        self.sample_metrics()
+        self._sampling = asyncio.get_running_loop().call_later(_STATISTICS_INTERVAL, self.keep_sampling)
 
     async def close(self) -> None:
         """Abort all requests, end all sessions, stop the tokenizer's threads."""
         if not self._closed:
             self._closed = True
+            if self._sampling is not None:
+                self._sampling.cancel()
             await self.dispatcher.close()
             self.llm.shutdown()
 
@@ -411,6 +441,7 @@ async def build_front_end(
     require_version()
     args = parse_arguments(options)
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    metrics = IngressMetrics(options.served_model_name, ingress_id, options.slo_classes, options.slo_objective)
     client = DispatcherCoreClient(
         lambda deliver: Dispatcher(
             ingress_id,
@@ -422,6 +453,7 @@ async def build_front_end(
             routing=options.routing,
         ),
         options.slo_classes,
+        metrics,
     )
     llm = ConfluxLLM(vllm_config, client)
     app = build_app(args, _TASKS, vllm_config.model_config)
@@ -441,6 +473,12 @@ async def build_front_end(
     def close() -> Awaitable[None]:
         return front_end.close()
 
-    front_end = FrontEnd(FrontMiddleware(app, dispatcher, options, close), app, llm, dispatcher)
+    def exposition() -> bytes:
+        front_end.sample_metrics()
+        return render(metrics.store, get_prometheus_registry())
+
+    middleware = FrontMiddleware(app, dispatcher, options, close, metrics, exposition)
+    front_end = FrontEnd(middleware, app, llm, dispatcher, metrics)
     dispatcher.start()
+    front_end.keep_sampling()
     return front_end
