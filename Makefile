@@ -6,7 +6,7 @@ LOCK := locks/cpu.txt
 STAMP := $(VENV)/.installed
 CONFIG ?= deployments/conflux.yaml
 
-.PHONY: serve test test-fast test-chaos lint setup model lock clean
+.PHONY: serve test test-fast test-chaos lint setup model chart lock clean
 
 serve: setup model
 	@exec $(BIN)/conflux serve $(CONFIG)
@@ -43,6 +43,10 @@ test-chaos: setup
 # Planning, KV and configuration: neither torch nor vLLM is imported.
 test-fast: setup
 	$(BIN)/python -m pytest -m "not gpu and not heavy" tests/planning tests/kv tests/config
+
+# Writes the chart's schema, tables of values and copies of dashboards and alerts anew.
+chart: setup
+	$(BIN)/python helm/generate.py
 
 # Writes both locks anew from their .in files. Needs uv.
 lock:
