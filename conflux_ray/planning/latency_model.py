@@ -402,7 +402,3 @@ class IterationEstimator:
                 layer, transfer = transfer, layer
             layer += self._transfer_exposed * transfer
         return self._num_layers * layer + self.host
-
-    def transfer_alone(self, incoming: float) -> float:
-        """The part of T_iter that no other iteration could avoid if `incoming` tokens arrive in it, seconds."""
-        return self.model.num_layers * self.model.transfer(incoming) if incoming else 0.0

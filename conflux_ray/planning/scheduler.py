@@ -5,8 +5,11 @@ What the paper leaves open, and what is done here:
 
 * tau is the smallest TBT of the resident decodes. With none resident nobody waits for a token; tau is then `idle_tau`,
   which bounds how long an arrival waits for the next decision, and if not even one quantum fits, one runs all the same.
-* A completing chunk needs a token on its decode rank, and its KV arrives there. Both count: a rank where they would
-  break tau is no feasible rank. Only KV that breaks tau in every possible iteration is let through, and flagged.
+* A completing chunk needs a token on its decode rank, and its KV arrives there. Both count against tau. Where they
+  break it on every feasible rank, the chunk stops one water level short, and the rest, hardly more than the arrival,
+  completes in a later iteration. A rest that breaks tau although it goes first is let through, and flagged: beside
+  these decodes no iteration could do better, and waiting for fewer of them would leave the budget unused meanwhile.
+  One that does not go first is passed over, and the requests behind it use the budget.
 * A request whose prefill blocks cannot be reserved closes the door for other *new* requests in that step, while
   requests that already hold blocks go on. So nothing smaller takes the memory that a larger request waits for: among
   admitted ones the order is a promise, and behind it, shortest first, the later ones need no less memory anyway.
@@ -220,10 +223,19 @@ class _Step:
             return False
         completes = length == request.remaining
         if completes and request.needs_placement:
-            assignment = self._place(request, assignment, must_keep_tau=not (self.idle or forced))
-            if assignment is None:
+            ranks = feasible_ranks(request, self.kv, self.residents, self.params.max_decodes, self.params.headroom)
+            if not ranks:
                 return False
-        else:
+            rest = self.params.quantum * len(self.residents)
+            unavoidable = not self.chunks and length <= max(rest, guaranteed)
+            placed = self._place(request, assignment, ranks, must_keep_tau=not (self.idle or forced or unavoidable))
+            if placed is None:
+                if length <= rest:
+                    return True
+                completes, length = False, length - rest
+                placed = dispatcher.assign(length, request.computed_tokens)
+            assignment = placed
+        if not completes or not request.needs_placement:
             self.kv.start(request)
         dispatcher.commit(assignment)
         self.chunks.append(
@@ -231,16 +243,19 @@ class _Step:
         )
         return True
 
-    def _place(self, request: PendingPrefill, chunk: Assignment, must_keep_tau: bool) -> Assignment | None:
-        """Lines 9-12: reserve a decode rank and give it a token of the chunk; None if there is no feasible rank."""
-        dispatcher, kv, params = self.dispatcher, self.kv, self.params
+    def _place(
+        self, request: PendingPrefill, chunk: Assignment, ranks: list[int], must_keep_tau: bool
+    ) -> Assignment | None:
+        """Lines 9-12: reserve a decode rank out of `ranks` and give it a token of the chunk.
+
+        Returns:
+            The chunk with the KV that arrives; None if that breaks tau on every rank though it must not.
+        """
+        dispatcher, kv = self.dispatcher, self.kv
         num_ranks = len(chunk.shard)
         # Every rank holds 1/N of the request's KV; the other ranks' parts travel.
         incoming = request.total_tokens * (num_ranks - 1) / num_ranks
-        if dispatcher.estimator.transfer_alone(incoming) > dispatcher.tau:
-            must_keep_tau = False  # no later iteration could do better
-        ranks = feasible_ranks(request, kv, self.residents, params.max_decodes, params.headroom)
-        while (rank := choose_rank(ranks, kv, self.context, params.eta)) is not None:
+        while (rank := choose_rank(ranks, kv, self.context, self.params.eta)) is not None:
             moved = chunk
             if not chunk.shard[rank]:
                 cut = ensure_token(chunk.shard, rank, dispatcher.assigned.loads)
