@@ -108,9 +108,7 @@ class InstanceConfig(_Section):
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     cuda_graphs: bool = Field(True, description="Capture the shared linear regions as CUDA graphs (device cuda).")
     attention_graphs: bool = Field(
-        False,
-        description="Capture the attention region once an iteration, repeat it for all layers (device cuda); right on "
-        "the CPU, not yet measured on a GPU.",
+        True, description="Capture the attention region once an iteration, repeat it for all layers (device cuda)."
     )
     max_num_seqs: int = Field(128, ge=1, description="Most resident decodes of one logical rank.")
     cpu_threads: int = Field(1, ge=1, description="Compute threads of one CPU worker.")

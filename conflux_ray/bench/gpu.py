@@ -149,7 +149,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="qwen3-14b-shape")
     parser.add_argument("--load-format", choices=("auto", "safetensors", "dummy"), default="dummy")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--attention-graphs", action="store_true", help="enqueue attention once for all layers")
+    parser.add_argument(
+        "--attention-graphs",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="enqueue attention once for all layers (cuda)",
+    )
     parser.add_argument("--sp-degree", type=int, default=2)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--decodes", type=int, default=24, help="of each rank")

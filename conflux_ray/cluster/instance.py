@@ -41,6 +41,7 @@ from conflux_ray.metrics.gpu import GpuSampler
 from conflux_ray.metrics.ingress import SHORT_ID
 from conflux_ray.metrics.instance import InstanceMetrics, MeteredWorkers
 from conflux_ray.metrics.ray_export import RayExporter
+from conflux_ray.profiling.machine import machine_slug
 from conflux_ray.vllm_compat.plugin import use_cpu_platform
 from conflux_ray.wire import (
     PROTOCOL_VERSION,
@@ -122,7 +123,7 @@ class Instance:
             pool,
             instance.sp_degree,
             instance.tensor_parallel,
-            make_policy(config, geometry, instance.device),
+            make_policy(config, geometry, machine_slug(instance.device)),
             geometry.max_model_len,
         )
         identity = ray.get_runtime_context()

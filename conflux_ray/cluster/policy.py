@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 from conflux_ray.config import DTYPE_BYTES, ConfigError, ConfluxConfig, ModelGeometry
-from conflux_ray.planning.fallback import fallback_profile
+from conflux_ray.planning.fallback import MACHINES, fallback_profile
 from conflux_ray.planning.interface import Policy
 from conflux_ray.planning.plain import PlainPolicy
 from conflux_ray.planning.profile import Profile, ProfileError
 from conflux_ray.planning.scheduler import Scheduler, SchedulerParams
+from conflux_ray.profiling.registry import find_profile, shipped_profile
 
 logger = logging.getLogger(__name__)
 
-SHIPPED = Path(__file__).resolve().parents[1] / "profiles"
 
-
-def make_policy(config: ConfluxConfig, geometry: ModelGeometry, device: str) -> Policy:
+def make_policy(config: ConfluxConfig, geometry: ModelGeometry, machine: str) -> Policy:
     """The policy named by `scheduler.policy`, on the latency profile that fits the deployment.
+
+    Args:
+        config: of the deployment.
+        geometry: of its model.
+        machine: `cpu`, or `gpu_slug` of the instance's GPUs.
 
     Raises:
         ConfigError: the profile is unreadable, or of another shape of instance.
@@ -36,10 +39,10 @@ def make_policy(config: ConfluxConfig, geometry: ModelGeometry, device: str) -> 
         starvation_after=scheduler.starvation_after_s,
         starvation_quantum=scheduler.starvation_quantum,
     )
-    return Scheduler(choose_profile(config, geometry, device).latency, scheduler.policy, params)
+    return Scheduler(choose_profile(config, geometry, machine).latency, scheduler.policy, params)
 
 
-def choose_profile(config: ConfluxConfig, geometry: ModelGeometry, device: str) -> Profile:
+def choose_profile(config: ConfluxConfig, geometry: ModelGeometry, machine: str) -> Profile:
     """The configured profile, else the shipped one of this model and instance, else a stated fallback.
 
     Raises:
@@ -47,12 +50,10 @@ def choose_profile(config: ConfluxConfig, geometry: ModelGeometry, device: str) 
     """
     instance, name = config.instance, config.scheduler.profile
     if name is not None:
-        path = Path(name) if Path(name).is_file() else SHIPPED / f"{name}.json"
         try:
-            profile = Profile.load(path)
+            profile = find_profile(name)
         except (OSError, ProfileError) as error:
-            known = ", ".join(sorted(p.stem for p in SHIPPED.glob("*.json"))) or "none"
-            raise ConfigError(f"scheduler.profile={name!r}: {error}; give a file, or a shipped one: {known}") from None
+            raise ConfigError(f"scheduler.profile={name!r}: {error}") from None
         latency = profile.latency
         if (latency.num_ranks, latency.num_layers) != (instance.sp_degree, geometry.num_layers):
             raise ConfigError(
@@ -60,15 +61,15 @@ def choose_profile(config: ConfluxConfig, geometry: ModelGeometry, device: str) 
                 f"instance has {geometry.num_layers} on {instance.sp_degree}; make one with `conflux profile`"
             )
         return profile
-    shipped = SHIPPED / f"{shipped_name(config, device)}.json"
-    if shipped.is_file():
+    shipped = shipped_profile(config.model.path, machine, instance.sp_degree, instance.tensor_parallel)
+    if shipped is not None:
         logger.info("latency profile: %s", shipped.stem)
         return Profile.load(shipped)
     logger.warning(
         "no latency profile of %s on %s with sp_degree=%d, tensor_parallel=%d: planning with stated figures, corrected "
         "while serving; make a profile with `conflux profile`",
         config.model.name,
-        device,
+        machine,
         instance.sp_degree,
         instance.tensor_parallel,
     )
@@ -83,13 +84,6 @@ def choose_profile(config: ConfluxConfig, geometry: ModelGeometry, device: str) 
         num_ranks=instance.sp_degree,
         base_tp=instance.tensor_parallel,
         dtype_bytes=DTYPE_BYTES[geometry.dtype],
-        machine="cpu" if device == "cpu" else "h100",
+        machine=machine if machine in MACHINES else "h100",
         model=config.model.name,
     )
-
-
-def shipped_name(config: ConfluxConfig, device: str) -> str:
-    """Name of the shipped profile of this model, device and shape of instance."""
-    instance = config.instance
-    tensor_parallel = f".tp{instance.tensor_parallel}" if instance.tensor_parallel > 1 else ""
-    return f"{Path(config.model.path).name}.{device}.sp{instance.sp_degree}{tensor_parallel}"

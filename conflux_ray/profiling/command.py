@@ -29,7 +29,7 @@ from conflux_ray.planning.fitting import IterationRow, fit_profile
 from conflux_ray.planning.profile import ProfileError
 from conflux_ray.profiling.batches import Case, Ranges, component_cases, iteration_cases
 from conflux_ray.profiling.evaluation import evaluate_iterations
-from conflux_ray.profiling.machine import describe_machine, load_average, software_versions
+from conflux_ray.profiling.machine import describe_machine, load_average, machine_slug, software_versions
 from conflux_ray.profiling.registry import find_profile, profile_name
 from conflux_ray.profiling.samples import SampleFile
 
@@ -50,7 +50,7 @@ class Settings:
         tensor_parallel: base TP.
         dtype: of weights and KV.
         load_format: "dummy" for random weights.
-        attention_graphs: enqueue attention once an iteration for all layers.
+        attention_graphs: enqueue attention once an iteration for all layers; on GPUs only.
         block_size: tokens of a KV block; None as the server chooses.
         threads: of each worker, on the CPU.
         max_tokens: prefill tokens of an iteration.
@@ -67,7 +67,7 @@ class Settings:
     tensor_parallel: int = 1
     dtype: str = "auto"
     load_format: str = "auto"
-    attention_graphs: bool = False
+    attention_graphs: bool = True
     block_size: int | None = None
     threads: int = 1
     max_tokens: int = 10240
@@ -154,7 +154,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--tensor-parallel", type=int, default=default.tensor_parallel, help="devices of a logical rank")
     add("--dtype", default=default.dtype)
     add("--load-format", choices=("auto", "safetensors", "dummy"), default=default.load_format)
-    add("--attention-graphs", action="store_true", help="attention enqueued once an iteration, for all layers")
+    add(
+        "--attention-graphs",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="attention enqueued once an iteration, for all layers (cuda)",
+    )
     add("--block-size", type=int, default=default.block_size, help="tokens (default: as the server chooses)")
     add("--threads", type=int, default=default.threads, help="of each worker, on the CPU")
     add("--max-tokens", type=int, default=default.max_tokens, help="most prefill tokens of an iteration")
@@ -177,7 +182,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _profile(options: argparse.Namespace) -> int:
     settings = Settings(**{name: getattr(options, name) for name in Settings.__dataclass_fields__})
-    name = profile_name(settings.model, settings.device, settings.sp_degree, settings.tensor_parallel)
+    name = profile_name(settings.model, machine_slug(settings.device), settings.sp_degree, settings.tensor_parallel)
     out = options.out or Path(f"{name}.json")
     machine = options.machine or settings.machine()
     versions = software_versions()
@@ -307,7 +312,7 @@ def workers(settings: Settings) -> Iterator[tuple[Any, Any]]:
         runner=RUNNER,
         max_prefill_tokens=settings.max_tokens,
         max_num_seqs=settings.max_batch,
-        repeat_attention=settings.attention_graphs,
+        repeat_attention=settings.attention_graphs and settings.device == "cuda",
         graph_sizes=graph_sizes(LARGEST_GRAPH) if settings.device == "cuda" else (),
     )
     group = LocalWorkerGroup(spec)

@@ -8,6 +8,7 @@ import platform
 from pathlib import Path
 
 from conflux_ray import __version__
+from conflux_ray.profiling.registry import gpu_slug
 
 PACKAGES = ("torch", "vllm")
 
@@ -24,6 +25,15 @@ def describe_machine(device: str, num_workers: int) -> str:
     """
     if device == "cpu":
         return f"{_cpu_model()}, {len(os.sched_getaffinity(0))} cores for {num_workers} workers"
+    return f"{num_workers} x {gpu_name()}"
+
+
+def gpu_name() -> str:
+    """The first GPU's name.
+
+    Raises:
+        RuntimeError: NVIDIA's management library does not answer.
+    """
     import pynvml
 
     try:
@@ -32,7 +42,12 @@ def describe_machine(device: str, num_workers: int) -> str:
         pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
         raise RuntimeError(f"the GPU's name cannot be read ({error}); check the driver with nvidia-smi") from error
-    return f"{num_workers} x {name}"
+    return str(name)
+
+
+def machine_slug(device: str) -> str:
+    """The machine in a profile's name: `cpu`, or the GPU; raises RuntimeError as `gpu_name` does."""
+    return gpu_slug(gpu_name()) if device == "cuda" else device
 
 
 def software_versions() -> dict[str, str]:

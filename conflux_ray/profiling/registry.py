@@ -9,10 +9,31 @@ from conflux_ray.planning.profile import Profile, ProfileError
 SHIPPED = Path(__file__).resolve().parents[1] / "profiles"
 
 
-def profile_name(model: str, device: str, num_ranks: int, base_tp: int = 1) -> str:
-    """Name of the profile of a model (name or path) on an instance: `MODEL.DEVICE.spN`, `.tpT` where T is not 1."""
+def profile_name(model: str, machine: str, num_ranks: int, base_tp: int = 1) -> str:
+    """Name of the profile of a model on an instance: `MODEL.MACHINE.spN`, and `.tpT` where T is not 1.
+
+    Args:
+        model: name or path; of a shape without weights the name of the model whose shape it is.
+        machine: `cpu`, or `gpu_slug` of its GPUs.
+        num_ranks: N.
+        base_tp: T.
+    """
     tensor_parallel = f".tp{base_tp}" if base_tp > 1 else ""
-    return f"{Path(model).name}.{device}.sp{num_ranks}{tensor_parallel}"
+    return f"{Path(model).name.lower().removesuffix('-shape')}.{machine}.sp{num_ranks}{tensor_parallel}"
+
+
+def gpu_slug(name: str) -> str:
+    """A GPU's name as profiles have it: "NVIDIA H200" is `h200`, "NVIDIA H100 80GB HBM3" is `h100-80gb-hbm3`."""
+    return "-".join(name.lower().removeprefix("nvidia ").split())
+
+
+def shipped_profile(model: str, machine: str, num_ranks: int, base_tp: int = 1) -> Path | None:
+    """The file of the shipped profile for these, as for `profile_name`; a tuned model may use that of its base."""
+    for name in (model, model.lower().removesuffix("-instruct")):
+        path = SHIPPED / f"{profile_name(name, machine, num_ranks, base_tp)}.json"
+        if path.is_file():
+            return path
+    return None
 
 
 def list_profiles() -> list[str]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from conflux_ray.cluster.policy import shipped_name
-from conflux_ray.config import ConfluxConfig
 from conflux_ray.planning.fitting import MIN_POINTS, SPREAD
 from conflux_ray.profiling.batches import PARTS, Batch, BatchChunk, Case, Ranges, component_cases, iteration_cases
 from conflux_ray.profiling.plans import TableLayout, make_plans
-from conflux_ray.profiling.registry import profile_name
 
 RANGES = [Ranges(1, 64, 8, 128), Ranges(2, 64, 8, 128), Ranges(3, 768, 16, 1536), Ranges(8)]
 
@@ -77,11 +74,3 @@ def test_tables_begin_again_where_the_pool_ends_and_leave_the_null_block_out() -
     layout = TableLayout(num_blocks=4, block_size=4, num_ranks=2)
     assert layout.decode(8) == [1, 2]
     assert layout.prefill(9) == [3, 1]
-
-
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_profiles_are_named_as_an_instance_looks_for_them(tensor_parallel: int) -> None:
-    config = ConfluxConfig.model_validate(
-        {"model": {"path": "/models/some-model"}, "instance": {"sp_degree": 3, "tensor_parallel": tensor_parallel}}
-    )
-    assert profile_name("/models/some-model", "cpu", 3, tensor_parallel) == shipped_name(config, "cpu")
