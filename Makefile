@@ -6,7 +6,7 @@ LOCK := locks/cpu.txt
 STAMP := $(VENV)/.installed
 CONFIG ?= deployments/conflux.yaml
 
-.PHONY: serve test test-fast test-chaos lint setup model chart lock clean
+.PHONY: serve test test-fast test-chaos lint setup model chart dashboards prometheus lock clean
 
 serve: setup model
 	@exec $(BIN)/conflux serve $(CONFIG)
@@ -32,8 +32,15 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
+test: lint prometheus
 	$(BIN)/python -m pytest -m "not gpu"
+
+# The tests of dashboards and alerts ask a real Prometheus (Debian's package); where there is none they skip and say so.
+prometheus:
+	@command -v promtool >/dev/null || \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && RUNLEVEL=1 apt-get install -y -qq --no-install-recommends prometheus || true; \
+	else echo "no prometheus here, and no root to install it: tests of dashboards and alerts will skip"; fi
 
 # Two instances under random faults for some ten to fifteen minutes; SEED chooses which.
 SEED ?= 0
@@ -43,6 +50,11 @@ test-chaos: setup
 # Planning, KV and configuration: neither torch nor vLLM is imported.
 test-fast: setup
 	$(BIN)/python -m pytest -m "not gpu and not heavy" tests/planning tests/kv tests/config
+
+# Writes dashboards/*.json and docs/metrics.md anew; `make chart` takes copies of them.
+dashboards: setup
+	$(BIN)/python -m dashboards
+	$(BIN)/python -m conflux_ray.metrics.document
 
 # Writes the chart's schema, tables of values and copies of dashboards and alerts anew.
 chart: setup

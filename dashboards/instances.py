@@ -180,7 +180,19 @@ INSTANCES = Dashboard(
                 ),
                 Panel(
                     "Transitions",
-                    "KV that moves from prefill shards to decode ranks.",
+                    "Prefill-to-decode transitions per second.",
+                    (Query(_of(m.TRANSITIONS), "{{replica}}"),),
+                    "ops",
+                ),
+                Panel(
+                    "Tokens a transition",
+                    "Mean length of what moves.",
+                    (Query(ratio(_of(m.TRANSITION_TOKENS), _of(m.TRANSITIONS)), "{{replica}}"),),
+                    "short",
+                ),
+                Panel(
+                    "KV moved",
+                    "KV that crosses from one rank to another, per second; none with a single rank.",
                     (Query(_of(m.TRANSITION_BYTES), "{{replica}}"),),
                     "Bps",
                 ),
@@ -192,6 +204,7 @@ INSTANCES = Dashboard(
                         Query(quantile(0.95, m.TRANSITION_SECONDS, "replica"), "{{replica}} P95"),
                     ),
                     "s",
+                    width=12,
                 ),
                 Panel(
                     "Transitions in flight",
@@ -201,6 +214,7 @@ INSTANCES = Dashboard(
                         Query(_gauge(m.KV_DRAINING), "{{replica}} draining"),
                     ),
                     "short",
+                    width=12,
                 ),
             ),
         ),
