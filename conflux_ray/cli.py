@@ -46,6 +46,7 @@ COMMANDS = (
     Command("figures", "conflux_ray.simulator.commands.figures:main", "the paper's figures, ours beside its numbers"),
     Command("bench scheduler", "conflux_ray.bench.scheduler:main", "what one scheduling step costs"),
     Command("bench gpu", "conflux_ray.bench.gpu:main", "how near an iteration comes to its own lower bound"),
+    Command("bench serve", "conflux_ray.bench.serve:main", "the rate at which a running server keeps its promises"),
     Command("bench stack", "conflux_ray.bench.stack:main", "what HTTP and Ray Serve add to an instance's delays"),
 )
 

@@ -1,0 +1,153 @@
+"""Figures of live runs. Matplotlib is imported here only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import numpy as np
+from matplotlib import pyplot as plt
+
+from conflux_ray.bench.live.point import Point
+from conflux_ray.bench.live.score import wilson
+
+
+def pooled(points: Sequence[Point]) -> list[tuple[float, int, int]]:
+    """(rate, compliant, counted) over the seeds of each rate, valid points only."""
+    totals: dict[float, list[int]] = {}
+    for point in points:
+        if not point.invalid and not point.stopped:
+            outcomes = point.outcomes
+            total = totals.setdefault(point.rate, [0, 0])
+            total[0] += sum(outcomes)
+            total[1] += len(outcomes)
+    return [(rate, good, count) for rate, (good, count) in sorted(totals.items())]
+
+
+def attainment(axis: Any, points: Sequence[Point], label: str, color: Any = None) -> None:
+    """Attainment against rate with its intervals."""
+    rows = pooled(points)
+    if not rows:
+        return
+    shares = [100 * good / count for _, good, count in rows]
+    ends = [wilson(good, count) for _, good, count in rows]
+    errors = [
+        [s - 100 * low for s, (low, _) in zip(shares, ends, strict=True)],
+        [100 * high - s for s, (_, high) in zip(shares, ends, strict=True)],
+    ]
+    # Rounding may put an end of the interval a hair's breadth inside the share itself.
+    axis.errorbar(
+        [r for r, _, _ in rows], shares, yerr=np.maximum(0, errors), marker="o", capsize=3, label=label, color=color
+    )
+
+
+def finish_attainment(axis: Any, goal: float) -> None:
+    """The line to reach, and labels."""
+    axis.axhline(100 * goal, color="gray", linewidth=0.8)
+    axis.set(xlabel="requests/s", ylabel="attainment, %", ylim=(None, 101))
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+
+
+def _distribution(axis: Any, groups: Mapping[str, np.ndarray], limit: float, unit: str, title: str) -> None:
+    for label, values in groups.items():
+        if len(values):
+            ordered = np.sort(values)
+            axis.plot(ordered, np.linspace(0, 1, len(ordered)), label=label)
+    axis.axvline(limit, color="gray", linewidth=0.8)
+    axis.set(title=title, xlabel=unit, ylabel="share", ylim=(0, 1.01))
+    axis.set_xscale("symlog", linthresh=limit / 10)
+    axis.grid(alpha=0.3)
+    if groups:
+        axis.legend(fontsize=7)
+
+
+def first_tokens(points: Sequence[Point]) -> np.ndarray:
+    """TTFT of all counted requests that got a token, seconds."""
+    return np.array([r.times[0] - r.arrival for p in points for r in p.counted if r.times])
+
+
+def gaps(points: Sequence[Point]) -> np.ndarray:
+    """Between the tokens of all counted requests, milliseconds."""
+    parts = [1e3 * np.diff(r.times) for p in points for r in p.counted if len(r.times) > 1]
+    return np.concatenate(parts) if parts else np.array([])
+
+
+def timeline(axis: Any, point: Point, title: str) -> None:
+    """TTFT of every request by its arrival, and how many ran."""
+    for compliant, color, label in ((True, "#2166ac", "on time"), (False, "#b2182b", "late")):
+        mine = [r for r in point.records if r.times and r.compliant(point.slo) == compliant]
+        axis.plot(
+            [r.arrival for r in mine],
+            [r.times[0] - r.arrival for r in mine],
+            ".",
+            markersize=4,
+            color=color,
+            label=label,
+        )
+    axis.axhline(point.slo.ttft, color="gray", linewidth=0.8)
+    if point.warm_up:
+        axis.axvspan(0, point.records[point.warm_up].arrival, color="gray", alpha=0.15)
+    axis.set(title=title, xlabel="arrival, s", ylabel="TTFT, s")
+    axis.legend(fontsize=7, loc="upper left")
+    starts = np.sort([r.arrival for r in point.records])
+    ends = np.sort([r.times[-1] for r in point.records if r.times])
+    grid = np.linspace(0, max([*starts[-1:], *ends[-1:]]), 400)
+    running = axis.twinx()
+    counts = np.searchsorted(starts, grid, "right") - np.searchsorted(ends, grid, "right")
+    running.plot(grid, counts, color="black", linewidth=0.7, alpha=0.6)
+    running.set_ylabel("running")
+
+
+def overview(points: Sequence[Point], path: Path, goal: float, label: str) -> None:
+    """Attainment, both distributions and the timeline of the highest rate."""
+    usable = [p for p in points if not p.invalid]
+    if not usable:
+        return
+    figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    attainment(axes[0, 0], points, label)
+    finish_attainment(axes[0, 0], goal)
+    by_rate = {f"{rate:g}/s": [p for p in usable if p.rate == rate] for rate in sorted({p.rate for p in usable})}
+    slo = usable[0].slo
+    _distribution(axes[0, 1], {k: first_tokens(v) for k, v in by_rate.items()}, slo.ttft, "s", "TTFT")
+    _distribution(axes[1, 0], {k: gaps(v) for k, v in by_rate.items()}, 1e3 * slo.tbt, "ms", "between tokens")
+    last = max(usable, key=lambda p: (p.rate, -p.seed))
+    timeline(axes[1, 1], last, f"{last.rate:g} requests/s, seed {last.seed}")
+    _save(figure, path)
+
+
+def comparison(contenders: Mapping[str, Sequence[Point]], path: Path, goal: float) -> None:
+    """Attainment of all contenders, their distributions at the highest rate that most of them have, and timelines."""
+    usable = {name: [p for p in points if not p.invalid] for name, points in contenders.items()}
+    usable = {name: points for name, points in usable.items() if points}
+    if not usable:
+        return
+    rates = [rate for points in usable.values() for rate in {p.rate for p in points}]
+    common = max(set(rates), key=lambda rate: (rates.count(rate), rate))
+    there = {name: [p for p in points if p.rate == common] for name, points in usable.items()}
+    there = {name: points for name, points in there.items() if points}
+    lines = 1 + -(-len(there) // 3)
+    figure, axes = plt.subplots(lines, 3, figsize=(15, 4 * lines), layout="constrained", squeeze=False)
+    for name, points in usable.items():
+        attainment(axes[0, 0], points, name)
+    finish_attainment(axes[0, 0], goal)
+    slo = next(iter(usable.values()))[0].slo
+    at = f"at {common:g}/s"
+    _distribution(axes[0, 1], {k: first_tokens(v) for k, v in there.items()}, slo.ttft, "s", f"TTFT {at}")
+    _distribution(axes[0, 2], {k: gaps(v) for k, v in there.items()}, 1e3 * slo.tbt, "ms", f"between tokens {at}")
+    places = list(axes[1:].flat)
+    for axis, (name, points) in zip(places, there.items(), strict=False):
+        timeline(axis, points[0], f"{name}, {common:g}/s, seed {points[0].seed}")
+    for axis in places[len(there) :]:
+        axis.axis("off")
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
