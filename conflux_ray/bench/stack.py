@@ -18,24 +18,18 @@ import json
 import os
 import platform
 import random
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
-import yaml
-
+from conflux_ray.bench.server import connect, ray_address, ray_is_running, running_server
 from conflux_ray.serving.environment import haproxy_binary, serve_environment
 from conflux_ray.wire import AddRequest, FinishReason, InstanceInfo, Outputs, Sampling, Slo
 
@@ -47,8 +41,6 @@ WAYS = {
 METRICS = ("ttft_p50", "ttft_p95", "gap_p50", "gap_p95")
 MODEL = "tiny-llama"
 PROMPT = "What is the capital of France?"
-START_SECONDS = 240.0
-STOP_SECONDS = 60.0
 RAMP_SECONDS = 1.0
 MIN_REQUESTS = 4
 SLO = Slo(2.0, 0.2)
@@ -388,87 +380,13 @@ def _get(url: str, body: dict[str, Any] | None = None) -> bytes:
         return r.read()
 
 
-def _ready(port: int) -> bool:
-    try:
-        _get(f"http://127.0.0.1:{port}/health")
-    except OSError:
-        return False
-    return True
-
-
-@contextmanager
-def running_server(way: str, port: int) -> Iterator[str]:
-    """Start `serve run` for one of `WAYS`, and stop it at the end.
-
-    Yields:
-        Address of its Ray cluster.
-
-    Raises:
-        RuntimeError: it did not become ready; the message has the end of its log.
-    """
-    with tempfile.TemporaryDirectory(prefix="conflux-stack-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        config, log = folder / "stack.yaml", folder / "server.log"
-        config.write_text(yaml.safe_dump(_config(port)))
-        variables = {k: v for k, v in os.environ.items() if not k.startswith(("CONFLUX_VLLM", "RAY_", "VLLM_LOGGING"))}
-        variables |= environment_of(way) | {"RAY_TMPDIR": name, "RAY_USAGE_STATS_ENABLED": "0"}
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                [str(Path(sys.executable).with_name("serve")), "run", str(config)],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=variables,
-                start_new_session=True,
-            )
-        try:
-            deadline = time.monotonic() + START_SECONDS
-            while not _ready(port):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    lines = "\n".join(log.read_text(errors="replace").splitlines()[-60:])
-                    raise RuntimeError(f"serve run is not ready (exit status {process.returncode}):\n{lines}")
-                time.sleep(0.5)
-            yield _ray_address(process.pid)
-        finally:
-            _stop(process)
-
-
-def _ray_address(pid: int) -> str:
-    """Of the Ray cluster that process `pid` started: another one may be on the machine by now."""
-    option = "--gcs-address="
-    for child in psutil.Process(pid).children(recursive=True):
-        if child.name() == "raylet":
-            return next(word.removeprefix(option) for word in child.cmdline() if word.startswith(option))
-    raise RuntimeError("serve run has no raylet")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    try:
-        children = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        children = []
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(timeout=STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    _, alive = psutil.wait_procs(children, timeout=15)
-    for child in alive:
-        child.kill()
-
-
 def _find_instance(address: str) -> InstanceInfo:
     import ray
 
     from conflux_ray.cluster.registry import registry_handle
 
-    # A local cluster wants a token by default, and Ray presents it by itself only where it finds the cluster itself.
-    ray.init(address="auto", namespace="serve", log_to_driver=False, logging_level="ERROR")
+    connect(address)
     try:
-        found = ray.get_runtime_context().gcs_address
-        if found != address:
-            raise RuntimeError(f"found the Ray cluster at {found}, not the server's at {address}: stop the other one")
         _, instances = ray.get(registry_handle(MODEL).watch.remote(-1, 5.0), timeout=30)
     finally:
         ray.shutdown()
@@ -606,7 +524,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status.
     """
     args = _parse(argv)
-    if any(process.info["name"] == "raylet" for process in psutil.process_iter(["name"])):
+    if ray_is_running():
         print("Ray is running on this machine; stop it first: its load would be measured", file=sys.stderr)
         return 1
     started, load_before = time.strftime("%Y-%m-%d %H:%M"), os.getloadavg()[0]
@@ -618,8 +536,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             port = args.port + index
             print(f"starting the server: {WAYS[way]}", file=sys.stderr, flush=True)
-            with running_server(way, port) as address:
-                cells += asyncio.run(_measure_server(way, port, _find_instance(address), args))
+            with running_server(_config(port), environment_of(way)) as server:
+                cells += asyncio.run(_measure_server(way, port, _find_instance(ray_address(server)), args))
             if args.out is not None:  # after each server: a later one may fail
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 args.out.write_text(json.dumps(_report(cells, args, started, load_before), indent=1) + "\n")

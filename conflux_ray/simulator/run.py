@@ -13,7 +13,7 @@ from conflux_ray.simulator.deployment import Deployment, Instance
 from conflux_ray.simulator.hardware import SlowedHardware
 from conflux_ray.simulator.metrics import Summary, certainly_missed, summarize
 from conflux_ray.simulator.request import Phase, Request, Slo
-from conflux_ray.simulator.router import ROUTERS
+from conflux_ray.simulator.router import ROUTERS, Router
 from conflux_ray.simulator.systems.registry import SYSTEMS
 from conflux_ray.simulator.trace import Trace
 
@@ -140,13 +140,31 @@ def simulate(
         RuntimeError: an instance ended with requests or memory still held; that is a bug of its system.
         ValueError: the setup does not fit together.
     """
-    started = time.perf_counter()
     clock = Clock()
-    instances = setup.build(clock)
-    router = ROUTERS[setup.router](instances)
+    router = ROUTERS[setup.router](setup.build(clock))
+    return serve(trace, setup.slo, clock, router, warm_up, floor, progress)
+
+
+def serve(
+    trace: Trace,
+    slo: Slo,
+    clock: Clock,
+    router: Router,
+    warm_up: float = 0.1,
+    floor: float | None = None,
+    progress: Callable[[], Any] | None = None,
+) -> Outcome:
+    """Serve `trace` with the instances behind `router`; `simulate` has the other arguments and what is raised.
+
+    Args:
+        trace: the workload.
+        slo: of every request.
+        clock: of the instances.
+        router: in front of them.
+    """
+    started = time.perf_counter()
     requests = [
-        Request(i, r.arrival, r.prompt_tokens, r.output_tokens, setup.slo, r.hash_ids)
-        for i, r in enumerate(trace.requests)
+        Request(i, r.arrival, r.prompt_tokens, r.output_tokens, slo, r.hash_ids) for i, r in enumerate(trace.requests)
     ]
     skipped = int(warm_up * len(requests))
     verdict = _Verdict(clock, requests[skipped:], floor) if floor is not None else None
@@ -165,9 +183,9 @@ def simulate(
     clock.run()
     certain = verdict is not None and verdict.certain
     if not certain:
-        _check(requests, instances)
+        _check(requests, router.instances)
     return Outcome(
-        summary=summarize(requests, skipped, sum(i.iterations for i in instances)),
+        summary=summarize(requests, skipped, sum(i.iterations for i in router.instances)),
         requests=tuple(requests),
         routed=tuple(router.routed),
         routed_tokens=tuple(router.routed_tokens),

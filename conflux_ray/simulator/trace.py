@@ -251,3 +251,20 @@ def cap_lengths(trace: Trace, max_model_len: int) -> Trace:
             r = replace(r, prompt_tokens=prompt, output_tokens=output)
         capped.append(r)
     return trace.noted(capped, f"{cut} requests cut to {max_model_len} tokens") if cut else trace
+
+
+def shrink(trace: Trace, prompt: float, output: float) -> Trace:
+    """Lengths times `prompt` and `output`, at least 1 token: the same mix for a small model on a small machine.
+
+    Prompts lose their `hash_ids`, whose blocks have a fixed length.
+
+    Raises:
+        TraceError: a factor is not in (0, 1].
+    """
+    if not (0 < prompt <= 1 and 0 < output <= 1):
+        raise TraceError(f"prompt={prompt} and output={output} must be factors in (0, 1]")
+    shrunk = [
+        TraceRequest(r.arrival, max(1, round(r.prompt_tokens * prompt)), max(1, round(r.output_tokens * output)))
+        for r in trace.requests
+    ]
+    return trace.noted(shrunk, f"prompts times {prompt:g}, outputs times {output:g}")

@@ -11,10 +11,12 @@ from conflux_ray.simulator.trace import (
     TABLE_3,
     Quantiles,
     Trace,
+    TraceError,
     cap_lengths,
     debucket,
     read_mooncake,
     rescale,
+    shrink,
     subsample,
     synthesize,
 )
@@ -64,6 +66,16 @@ class Workload:
         if name not in TABLE_3:
             raise ValueError(f"workload={name!r} is not in Table 3; choose one of {', '.join(TABLE_3)}")
         return cls(f"{name} (from Table 3's quantiles)", max_model_len, quantiles=TABLE_3[name])
+
+    def shrunk(self, prompt: float, output: float) -> Workload:
+        """The same arrivals with shorter prompts and outputs.
+
+        Raises:
+            TraceError: there is no trace, or a factor is not in (0, 1].
+        """
+        if self.trace is None:
+            raise TraceError(f"workload {self.name!r} has no trace to shorten; give one")
+        return Workload(f"{self.name}, shortened", self.max_model_len, shrink(self.trace, prompt, output))
 
     def draw(self, rate: float, seconds: float, seed: int, least: int = 0) -> Trace:
         """At least `seconds` of arrivals at `rate` requests per second, and `least` requests.

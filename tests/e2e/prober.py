@@ -4,7 +4,8 @@
     replicas N        have Ray Serve run N instances
     drain MODEL on    have the instances take no new requests, or, with off, take some again
 
-A process of its own for each server: Ray Serve's client keeps state of the first cluster that a process connects to.
+A process of its own for each server, whose Ray address is its argument: Ray Serve's client keeps state of the first
+cluster that a process connects to.
 """
 
 import json
@@ -16,6 +17,7 @@ from ray import serve
 from ray.serve._private.common import DeploymentID
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME
 
+from conflux_ray.bench.server import connect
 from conflux_ray.cluster.registry import registry_handle
 
 
@@ -35,7 +37,7 @@ def stats(handle: Any, count: int) -> list[dict]:
 
 
 def main() -> None:
-    ray.init(address="auto", namespace="serve", log_to_driver=False, logging_level="ERROR")
+    connect(sys.argv[1])
     handle = serve.get_deployment_handle("instance", "conflux")
     for line in sys.stdin:
         answer: Any = "done"

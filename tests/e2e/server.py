@@ -18,6 +18,7 @@ import httpx
 import psutil
 import yaml
 
+from conflux_ray.bench.server import ray_address
 from conflux_ray.serving.environment import serve_environment
 
 START_SECONDS = 240.0
@@ -53,7 +54,7 @@ class Server:
     def _ask(self, line: str) -> Any:
         if self._prober is None:
             self._prober = subprocess.Popen(
-                [sys.executable, "-m", "tests.e2e.prober"],
+                [sys.executable, "-m", "tests.e2e.prober", ray_address(psutil.Process(self.process.pid))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

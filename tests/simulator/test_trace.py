@@ -18,6 +18,7 @@ from conflux_ray.simulator.trace import (
     debucket,
     read_mooncake,
     rescale,
+    shrink,
     subsample,
     synthesize,
 )
@@ -130,6 +131,14 @@ def test_lengths_are_capped_together():
     capped = cap_lengths(long, 100)
     assert [(r.prompt_tokens, r.output_tokens) for r in capped.requests] == [(90, 10), (99, 1), (10, 10)]
     assert "2 requests cut" in capped.notes[-1]
+
+
+def test_a_shortened_trace_keeps_its_arrivals_and_has_at_least_one_token():
+    short = shrink(trace(0.0, 1.0), 0.25, 0.01)
+    assert [(r.arrival, r.prompt_tokens, r.output_tokens) for r in short.requests] == [(0.0, 25, 1), (1.0, 25, 1)]
+    assert short.notes == ("prompts times 0.25, outputs times 0.01",)
+    with pytest.raises(TraceError, match="must be factors in"):
+        shrink(trace(0.0), 2.0, 1.0)
 
 
 def test_synthetic_lengths_have_the_quantiles_of_table_3():
