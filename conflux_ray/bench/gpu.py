@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -37,6 +37,12 @@ class Row:
     decode: float
     prefill: float
     comm: float
+    splits: dict[int, float] = field(default_factory=dict)  # overlapped, by multiprocessors of decode attention
+
+    @property
+    def best(self) -> float:
+        """The fastest way of running attention that was measured."""
+        return min(self.overlap, self.serial, *self.splits.values())
 
     @property
     def bound(self) -> float:
@@ -45,11 +51,11 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """The faster of the two ways of running attention, over the bound."""
-        return min(self.overlap, self.serial) / self.bound
+        """The fastest way of running attention over the bound."""
+        return self.best / self.bound
 
 
-def cases_of(chunk: int, num_ranks: int, decodes: int, context: int) -> dict[str, Case]:
+def cases_of(chunk: int, num_ranks: int, decodes: int, context: int, splits: Sequence[int] = ()) -> dict[str, Case]:
     """The iteration with `decodes` decodes of `context` tokens on every rank and one chunk after `context` tokens."""
     contexts = ((context,) * decodes,) * num_ranks
     chunks = (BatchChunk(context, split_evenly(chunk, num_ranks)),) if chunk else ()
@@ -65,17 +71,26 @@ def cases_of(chunk: int, num_ranks: int, decodes: int, context: int) -> dict[str
     }
     if chunk:
         cases["serial"] = Case(f"serial-{chunk}", replace(whole, overlap=False))
+        for sms in splits:
+            cases[f"split-{sms}"] = Case(f"split-{sms}-{chunk}", replace(whole, decode_sms=sms))
         cases["prefill"] = Case(f"prefill-{chunk}", prefill, "prefill")
         if num_ranks > 1:
             cases["comm"] = Case(f"comm-{chunk}", prefill, "comm")
     return cases
 
 
-def rows_of(chunks: Sequence[int], samples: SampleFile, num_ranks: int, decodes: int, context: int) -> list[Row]:
+def rows_of(
+    chunks: Sequence[int],
+    samples: SampleFile,
+    num_ranks: int,
+    decodes: int,
+    context: int,
+    splits: Sequence[int] = (),
+) -> list[Row]:
     """The table from what was measured."""
     rows = []
     for chunk in chunks:
-        cases = cases_of(chunk, num_ranks, decodes, context)
+        cases = cases_of(chunk, num_ranks, decodes, context, splits)
         values = {name: [1e3 * s for s in samples.of(case.name)] for name, case in cases.items()}
         medians = {name: statistics.median(v) for name, v in values.items()}
         rows.append(
@@ -89,6 +104,7 @@ def rows_of(chunks: Sequence[int], samples: SampleFile, num_ranks: int, decodes:
                 medians["decode"],
                 medians.get("prefill", 0.0),
                 medians.get("comm", 0.0),
+                {sms: medians[f"split-{sms}"] for sms in splits if f"split-{sms}" in medians},
             )
         )
     return rows
@@ -97,11 +113,13 @@ def rows_of(chunks: Sequence[int], samples: SampleFile, num_ranks: int, decodes:
 def format_rows(rows: Sequence[Row]) -> str:
     """The result as a Markdown table."""
     lines = [
-        "| Chunk | Overlapped, ms [range] | Serial | Linear | Decode | Prefill + collectives | Bound | Best / bound |",
-        "|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| Chunk | Overlapped, ms [range] | Split, SMs of decode: ms | Serial | Linear | Decode | "
+        "Prefill + collectives | Bound | Best / bound |",
+        "|--:|--:|---|--:|--:|--:|--:|--:|--:|",
     ]
     lines += [
-        f"| {r.chunk} | {r.overlap:.2f} [{r.overlap_low:.2f}, {r.overlap_high:.2f}] | {r.serial:.2f} | {r.gemm:.2f} | "
+        f"| {r.chunk} | {r.overlap:.2f} [{r.overlap_low:.2f}, {r.overlap_high:.2f}] | "
+        f"{', '.join(f'{sms}: {ms:.2f}' for sms, ms in r.splits.items())} | {r.serial:.2f} | {r.gemm:.2f} | "
         f"{r.decode:.2f} | {r.prefill:.2f} + {r.comm:.2f} | {r.bound:.2f} | {r.ratio:.3f} |"
         for r in rows
     ]
@@ -124,6 +142,9 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     axes.bar(x, attention, 0.28, bottom=[r.gemm for r in rows], color="#c3cad3", label=longer)
     axes.bar(second, [r.overlap for r in rows], 0.28, color="#1b7837", label="iteration, paths overlapped")
     axes.bar(third, [r.serial for r in rows], 0.28, color="#2166ac", label="iteration, paths in turn")
+    if any(r.splits for r in rows):
+        split = [min(r.splits.values(), default=r.overlap) for r in rows]
+        axes.plot(second, split, "_", color="black", markersize=14, label="overlapped, best split of the SMs")
     for i, row in enumerate(rows):
         axes.annotate(f"{row.ratio:.2f}", (i + 0.3, max(row.overlap, row.serial)), ha="center", va="bottom", fontsize=8)
     axes.set_xticks([i + 0.3 for i in x], [str(r.chunk) for r in rows])
@@ -155,6 +176,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=True,
         help="enqueue attention once for all layers (cuda)",
     )
+    parser.add_argument(
+        "--decode-sms", type=int, nargs="*", default=[32, 48, 64], help="multiprocessors for decodes beside a chunk"
+    )
     parser.add_argument("--sp-degree", type=int, default=2)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--decodes", type=int, default=24, help="of each rank")
@@ -178,15 +202,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_batch=max(args.decodes, 4),
         max_context=max(args.context, 16),
     )
-    cases = [
-        case for chunk in args.chunks for case in cases_of(chunk, args.sp_degree, args.decodes, args.context).values()
-    ]
+    splits = args.decode_sms if args.device == "cuda" else []
+    shape = (args.sp_degree, args.decodes, args.context, splits)
+    cases = [case for chunk in args.chunks for case in cases_of(chunk, *shape).values()]
     with tempfile.TemporaryDirectory() as folder, workers(settings) as (group, layout):
         samples = SampleFile(Path(folder) / "samples", {})
         measure = WorkerMeasure(group, layout, steady=args.device == "cuda")
         warm_up(cases, measure)
         run_rounds(cases, measure, samples, args.repeats, 0)
-        rows = rows_of(args.chunks, samples, args.sp_degree, args.decodes, args.context)
+        rows = rows_of(args.chunks, samples, *shape)
     title = (
         f"{args.model}, N={args.sp_degree} x TP{args.tensor_parallel}, {args.decodes} decodes of {args.context} tokens "
         f"a rank, {settings.machine()}"
@@ -200,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "versions": software_versions(),
             "repeats": args.repeats,
             "units": "ms",
-            "rows": [{**asdict(row), "bound": row.bound, "ratio": row.ratio} for row in rows],
+            "rows": [{**asdict(row), "best": row.best, "bound": row.bound, "ratio": row.ratio} for row in rows],
         }
         args.out.write_text(json.dumps(report, indent=1) + "\n")
     if args.png:

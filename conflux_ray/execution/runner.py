@@ -297,7 +297,7 @@ class ModelRunner:
         sampling = self._prepare_sampling(batch) if batch.sample_ids else None
         decode_slots = upload(np.array([self._residents[a].slot for a in batch.decode_ids], np.int64))
         shard_tokens, own_positions = upload(batch.shard_tokens), upload(batch.positions)
-        step = self._build_step(batch, plan)
+        step = self.build_step(batch, plan.overlap, plan.decode_sms)
         step.arrivals = self.transitions.arrivals(batch.decode_ids, len(self._layers))
         self.attention.plan(step)
         n_d, n = batch.num_decodes, batch.num_tokens
@@ -316,11 +316,6 @@ class ModelRunner:
 
         hidden = self.model.forward(input_ids, positions, attend)
         return None if sampling is None else self._sample(batch, hidden, sampling)
-
-    def _build_step(self, batch: RankBatch, plan: IterationPlan) -> AttentionStep:
-        if plan.decode_sms is None:
-            return self.build_step(batch, plan.overlap)
-        return self.build_step(batch, plan.overlap, plan.decode_sms)
 
     def _prepare_sampling(self, batch: RankBatch) -> _SamplingInput:
         residents = [self._residents[a] for a in batch.sample_ids]

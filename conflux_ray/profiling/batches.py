@@ -8,8 +8,8 @@ a seed, so an interrupted run knows what is left.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from conflux_ray.planning.latency_model import IterationLoad
 
@@ -92,11 +92,13 @@ class Batch:
         decodes: context of every decode, per rank.
         chunks: of prefills.
         overlap: run decode attention beside prefill attention.
+        decode_sms: multiprocessors of decode attention where it does; None is no partition.
     """
 
     decodes: tuple[tuple[int, ...], ...]
     chunks: tuple[BatchChunk, ...] = ()
     overlap: bool = True
+    decode_sms: int | None = None
 
     @property
     def load(self) -> IterationLoad:
@@ -204,7 +206,7 @@ def component_cases(ranges: Ranges, density: int = 1) -> list[Case]:
 
 
 def _linear_loads(ranges: Ranges, density: int) -> list[int]:
-    return geometric(1, ranges.max_tokens + ranges.max_batch, 14 * density)
+    return geometric(1, ranges.max_tokens + ranges.max_batch, 28 * density)
 
 
 def _linear(load: int, n: int) -> Batch:
@@ -213,7 +215,12 @@ def _linear(load: int, n: int) -> Batch:
 
 
 def iteration_cases(
-    ranges: Ranges, count: int, seed: int, held_out: float = 0.0, name: str = "iteration"
+    ranges: Ranges,
+    count: int,
+    seed: int,
+    held_out: float = 0.0,
+    name: str = "iteration",
+    splits: Sequence[int] = (),
 ) -> list[Case]:
     """Random whole iterations.
 
@@ -223,9 +230,10 @@ def iteration_cases(
         seed: of the batches.
         held_out: share that is set aside.
         name: of the cases, with a number behind it.
+        splits: `decode_sms` that overlapped batches have in turn, beside none.
     """
     rng = random.Random(seed)
-    batches = _batches(rng, ranges)
+    batches = _batches(rng, ranges, (None, *splits))
     cases = []
     for i in range(count):
         aside = int((i + 1) * held_out) > int(i * held_out)
@@ -233,13 +241,20 @@ def iteration_cases(
     return cases
 
 
-def _batches(rng: random.Random, ranges: Ranges) -> Iterator[Batch]:
-    """Mixed batches, overlapped and not, of all three mixes; every third batch has one phase only."""
-    number = 0
+def _batches(rng: random.Random, ranges: Ranges, splits: Sequence[int | None]) -> Iterator[Batch]:
+    """Mixed batches, overlapped and not, of all three mixes; every third batch has one phase only.
+
+    Each mix meets every split, two thirds of the mixed batches overlap where there are several.
+    """
+    number = turn = 0
     while True:
         for mix in range(NUM_MIXES):
-            for overlap in (True, False):
-                yield _mixed(rng, ranges, mix, overlap)
+            for overlap in (True, True, False) if len(splits) > 1 else (True, False):
+                batch = _mixed(rng, ranges, mix, overlap)
+                if overlap:
+                    batch = replace(batch, decode_sms=splits[turn % len(splits)])
+                    turn += 1
+                yield batch
             number += 1
             if number % 2:
                 yield Batch(_random_decodes(rng, ranges))

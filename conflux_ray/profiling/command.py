@@ -57,7 +57,8 @@ class Settings:
         max_batch: decodes of a rank.
         max_context: tokens.
         density: multiplies the points of each component's grid in each direction.
-        iterations: whole iterations.
+        decode_sms: splits of a GPU's multiprocessors to measure overlapped iterations with, beside none.
+        iterations: whole iterations; on a GPU twice as many, for the splits.
         seed: of batches and order.
     """
 
@@ -74,6 +75,7 @@ class Settings:
     max_batch: int = 128
     max_context: int = 16384
     density: int = 1
+    decode_sms: tuple[int, ...] = (32, 48, 64)
     iterations: int = 120
     seed: int = 0
 
@@ -81,6 +83,11 @@ class Settings:
     def ranges(self) -> Ranges:
         """The largest batch; raises ValueError as it does."""
         return Ranges(self.sp_degree, self.max_tokens, self.max_batch, self.max_context)
+
+    @property
+    def splits(self) -> tuple[int, ...]:
+        """`decode_sms` where there is something to split."""
+        return self.decode_sms if self.device == "cuda" else ()
 
     @property
     def config(self) -> ConfluxConfig:
@@ -104,7 +111,8 @@ class Settings:
 
     def profile_cases(self) -> list[Case]:
         """Everything a profile is fitted to."""
-        whole = iteration_cases(self.ranges, self.iterations, self.seed, HELD_OUT)
+        count = self.iterations * (2 if self.splits else 1)
+        whole = iteration_cases(self.ranges, count, self.seed, HELD_OUT, splits=self.splits)
         parts = component_cases(self.ranges, self.density)
         if self.device == "cuda":
             # Run-ahead hides the host behind the GPU: what is left of it shows in whole iterations alone.
@@ -113,7 +121,7 @@ class Settings:
 
     def evaluation_cases(self, batches: int) -> list[Case]:
         """Other random batches than the profile's."""
-        return iteration_cases(self.ranges, batches, self.seed + 1, name="evaluation")
+        return iteration_cases(self.ranges, batches, self.seed + 1, name="evaluation", splits=self.splits)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -166,6 +174,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-batch", type=int, default=default.max_batch, help="most decodes of a rank")
     add("--max-context", type=int, default=default.max_context, help="tokens")
     add("--density", type=int, default=default.density, help="multiplies the points of the grids, in each direction")
+    add("--decode-sms", type=int, nargs="*", default=default.decode_sms, help="of overlapped decodes, beside no split")
     add("--iterations", type=int, default=default.iterations, help="whole iterations to measure")
     add("--repeats", type=int, default=5, help="samples of each measurement; their median counts")
     add("--minutes", type=float, default=float("inf"), help="measure no longer, but everything once")
@@ -181,7 +190,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _profile(options: argparse.Namespace) -> int:
-    settings = Settings(**{name: getattr(options, name) for name in Settings.__dataclass_fields__})
+    settings = _settings({name: getattr(options, name) for name in Settings.__dataclass_fields__})
     name = profile_name(settings.model, machine_slug(settings.device), settings.sp_degree, settings.tensor_parallel)
     out = options.out or Path(f"{name}.json")
     machine = options.machine or settings.machine()
@@ -214,7 +223,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     known = {name: value for name, value in profile.conditions.items() if name in Settings.__dataclass_fields__}
     if "max_tokens" not in known:
         raise ProfileError(f"{options.evaluate}: says nothing of how it was measured; profile again")
-    settings = Settings(**{**known, "model": options.model or known["model"]})
+    settings = _settings({**known, "model": options.model or known["model"]})
     cases = settings.evaluation_cases(options.batches)
     out = options.out or Path(f"{Path(options.evaluate).stem}.evaluation.json")
     samples = SampleFile(_beside(out), {**_conditions(settings), "machine": options.machine or settings.machine()})
@@ -233,6 +242,11 @@ def _evaluate(options: argparse.Namespace) -> int:
     if options.out:
         out.write_text(text + "\n")
     return 0
+
+
+def _settings(fields: dict[str, Any]) -> Settings:
+    """From values as a command line or JSON has them; a profile that says nothing of splits was measured without."""
+    return Settings(**{**fields, "decode_sms": tuple(fields.get("decode_sms", ()))})
 
 
 def _measure(settings: Settings, cases: Sequence[Case], samples: SampleFile, options: argparse.Namespace) -> int:

@@ -114,5 +114,6 @@ def to_rows(cases: Sequence[Case], samples: SampleFile, num_layers: int) -> list
             per = 1 if case.part == "host" else num_layers
             rows.append(ComponentRow(case.part, case.workload, seconds / per))
         else:
-            rows.append(IterationRow(case.batch.load, seconds, case.batch.overlap, held_out=case.held_out))
+            batch = case.batch
+            rows.append(IterationRow(batch.load, seconds, batch.overlap, batch.decode_sms, case.held_out))
     return rows

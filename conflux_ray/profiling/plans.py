@@ -100,6 +100,7 @@ def make_plans(case: Case, layout: TableLayout) -> CasePlans:
         chunks=tuple(chunks),
         transfers=tuple(transfers),
         overlap=batch.overlap,
+        decode_sms=batch.decode_sms,
         wait_transfers=bool(transfers),
         part=case.part,
     )

@@ -180,7 +180,7 @@ class ProfilingRunner(ModelRunner):
         def work() -> None:
             batch = self.build_batch(plan)
             sampling = self._prepare_sampling(batch) if batch.sample_ids else None
-            self.attention.plan(self.build_step(batch, plan.overlap))
+            self.attention.plan(self.build_step(batch, plan.overlap, plan.decode_sms))
             if sampling is not None:
                 self._sample(batch, hidden, sampling)
 

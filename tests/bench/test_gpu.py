@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,16 @@ ROW = Row(
 def test_the_bound_is_the_linear_region_and_the_longer_attention_path() -> None:
     assert ROW.bound == 30.0
     assert ROW.ratio == pytest.approx(33 / 30)
-    assert "| 1024 | 33.00 [32.00, 35.00] | 36.00 |" in format_rows([ROW])
+    assert "| 1024 | 33.00 [32.00, 35.00] |  | 36.00 |" in format_rows([ROW])
+
+
+def test_a_split_of_the_multiprocessors_counts_where_it_is_fastest() -> None:
+    row = replace(ROW, splits={32: 34.0, 48: 31.5})
+    assert row.ratio == pytest.approx(31.5 / 30)
+    assert "| 32: 34.00, 48: 31.50 |" in format_rows([row])
+    cases = cases_of(1024, 2, 24, 8192, splits=(32, 48))
+    assert [cases[f"split-{sms}"].batch.decode_sms for sms in (32, 48)] == [32, 48]
+    assert not {"split-32", "split-48"} & set(cases_of(0, 2, 24, 8192, splits=(32, 48)))
 
 
 def test_the_linear_region_alone_has_the_iteration_s_tokens_on_every_rank() -> None:

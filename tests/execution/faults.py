@@ -16,8 +16,8 @@ from conflux_ray.execution.runner import ModelRunner
 class DroppedBlock(ModelRunner):
     """The first block of every longer context is read from the null block."""
 
-    def build_step(self, batch: RankBatch, overlap: bool) -> AttentionStep:
-        step = super().build_step(batch, overlap)
+    def build_step(self, batch: RankBatch, overlap: bool, decode_sms: int | None = None) -> AttentionStep:
+        step = super().build_step(batch, overlap, decode_sms)
         if step.decode_tables.shape[1] > 1:
             step.decode_tables[:, 0] = 0
         return step

@@ -40,6 +40,7 @@ class RandomPolicy:
 
     def __init__(self, seed: int, max_chunk: int) -> None:
         self._random = random.Random(seed)
+        self._splits = random.Random(f"{seed} splits")
         self._max_chunk = max_chunk
 
     def schedule(self, pending: Sequence[PendingPrefill], decodes: DecodeState, kv: KVState, now: float) -> Decision:
@@ -66,7 +67,8 @@ class RandomPolicy:
                 placements[request.request_id] = rank
                 shard = ensure_token(shard, rank)
             chunks.append(PrefillChunk(request.request_id, request.computed_tokens, length, tuple(shard), completes))
-        return Decision(tuple(chunks), placements, overlap=rng.random() < 0.7)
+        decode_sms = self._splits.choice((None, 32, 64))  # of GPUs; other devices have none to split
+        return Decision(tuple(chunks), placements, overlap=rng.random() < 0.7, decode_sms=decode_sms)
 
     def observe(self, decision: Decision, measured: float) -> None:
         pass

@@ -74,3 +74,21 @@ def test_tables_begin_again_where_the_pool_ends_and_leave_the_null_block_out() -
     layout = TableLayout(num_blocks=4, block_size=4, num_ranks=2)
     assert layout.decode(8) == [1, 2]
     assert layout.prefill(9) == [3, 1]
+
+
+def test_overlapped_batches_meet_every_split_of_the_multiprocessors_in_every_mix() -> None:
+    cases = iteration_cases(Ranges(2), 240, seed=1, splits=(32, 48, 64))
+    mixed = [case.batch for case in cases if case.batch.kind.startswith("mixed")]
+    counts = {sms: sum(b.overlap and b.decode_sms == sms for b in mixed) for sms in (None, 32, 48, 64)}
+    assert min(counts.values()) >= 20
+    assert max(counts.values()) - min(counts.values()) <= 1
+    assert all(b.decode_sms is None for b in mixed if not b.overlap)
+    longer_decodes = [b for b in mixed if b.decode_sms == 48 and max(b.load.decode_tokens) >= 64]
+    longer_prefill = [b for b in mixed if b.decode_sms == 48 and sum(b.load.prefill_tokens) >= 5000]
+    assert longer_decodes
+    assert longer_prefill
+
+
+def test_a_split_reaches_the_workers() -> None:
+    batch = Batch(((8,), (4,)), (BatchChunk(4, (1, 1)),), decode_sms=48)
+    assert make_plans(Case("c", batch), TableLayout(50, 4, 2)).step.decode_sms == 48
