@@ -158,9 +158,11 @@ def outputs() -> dict[Path, str]:
     """What each made file should hold."""
     made = {CHART / "values.schema.json": values_schema(), CHART / "README.md": readme()}
     alerts = DASHBOARDS / "alerts.yaml"
-    made[CHART / "files" / "alerts.yaml"] = alerts.read_text() if alerts.exists() else "groups: []\n"
-    if not isinstance(yaml.safe_load(made[CHART / "files" / "alerts.yaml"]).get("groups"), list):
-        raise ValueError(f"{alerts}: no list of `groups`; it has to be a Prometheus rule file")
+    rules = made[CHART / "files" / "alerts.yaml"] = alerts.read_text()
+    if set(yaml.safe_load(rules)) != {"groups"}:
+        raise ValueError(
+            f"{alerts}: has to be a Prometheus rule file, a mapping of `groups` alone; see its first lines"
+        )
     for path in sorted(DASHBOARDS.glob("*.json")):
         made[CHART / "files" / "dashboards" / path.name] = path.read_text()
     return made

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
+import helm_python
 import jsonschema
 import pytest
 import yaml
 
 import conflux_ray
 from conflux_ray.config import ConfigError, ConfluxConfig, parse
-from tests.helm.chart import CHART, ROOT, VALUES_FILES, chart, values_of
+from tests.helm.chart import CHART, ROOT, VALUES_FILES, at, chart, merged, render, values_of
 
 _spec = importlib.util.spec_from_file_location("chart_generate", ROOT / "helm" / "generate.py")
 assert _spec is not None
@@ -48,8 +52,7 @@ def fields(schema: dict[str, Any], node: dict[str, Any], path: str = "") -> dict
 
 def test_the_schema_of_the_deployment_is_the_configuration_s() -> None:
     """Same keys, and the same limits on each; the chart's own rule is only which keys must be there."""
-    values = generate.values_schema()
-    shipped = __import__("json").loads(values)
+    shipped = json.loads(generate.values_schema())
     ours = fields(shipped, shipped["definitions"]["ConfluxConfig"])
     pydantic = ConfluxConfig.model_json_schema()
     theirs = fields(pydantic, pydantic)
@@ -143,6 +146,42 @@ def test_tools_of_the_tests_stay_out_of_the_image() -> None:
     assert names is not None
     locked = {line.split("==")[0] for line in (ROOT / "locks" / "cpu.txt").read_text().splitlines()}
     assert set(names[1].split("|")) <= locked
+
+
+def helm_commands(document: str) -> list[list[str]]:
+    """Words of each `helm install` or `helm upgrade` of this chart in a page's console blocks."""
+    console = "\n".join(re.findall(r"```console\n(.*?)```", document, re.DOTALL)).replace("\\\n", " ")
+    lines = [line.removeprefix("$ ") for line in console.splitlines() if line.startswith("$ helm ")]
+    return [words for words in map(shlex.split, lines) if "helm/conflux" in words]
+
+
+@pytest.mark.parametrize("page", ["docs/kubernetes.md", "helm/conflux/README.md"])
+def test_the_documentation_s_commands_work(page: str) -> None:
+    """Each renders with its values, or is refused where the page shows the refusal."""
+    text = (ROOT / page).read_text()
+    commands = helm_commands(text)
+    assert commands
+    installed: dict[str, Any] = {}
+    for words in commands:
+        values: dict[str, Any] = dict(installed) if "--reuse-values" in words else {}
+        for option, argument in itertools.pairwise(words):
+            if option == "--values":
+                values = merged(values, yaml.safe_load((ROOT / argument).read_text()))
+            elif option == "--set":
+                values = merged(values, helm_python.parse_set_string(argument))
+            elif option == "--set-json":
+                path, _, value = argument.partition("=")
+                values = merged(values, at(path, json.loads(value)))
+        if "workerGroups.gpu.gpus=1" in words:
+            with pytest.raises(helm_python.HelmError, match="STRICT_PACK"):
+                render(values)
+            assert "STRICT_PACK" in text
+            continue
+        render(values)
+        if words[1] == "install" and not installed:
+            installed = values
+    for path in re.findall(r"\]\(([^):#]+)", text):
+        assert (ROOT / page).parent.joinpath(path).exists(), path
 
 
 def test_no_values_file_is_left_out() -> None:

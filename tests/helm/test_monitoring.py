@@ -25,9 +25,10 @@ def test_the_pod_monitor_selects_head_and_workers_and_keeps_the_cluster_s_name(n
     for _, template in pod_templates(found):
         assert wanted <= template["metadata"]["labels"].items()
     endpoints = spec["podMetricsEndpoints"]
+    [scrape] = yaml.safe_load((ROOT / "dashboards" / "prometheus.yml").read_text())["scrape_configs"]
     assert [e["port"] for e in endpoints] == ["metrics", *(["as-metrics"] if name == "everything" else [])]
     for endpoint in endpoints:
-        assert set(endpoint) == {"port", "interval", "relabelings"}
+        assert set(endpoint) == {"port", "interval", "relabelings", "metricRelabelings"}
         assert endpoint["relabelings"] == [
             {
                 "action": "replace",
@@ -35,6 +36,7 @@ def test_the_pod_monitor_selects_head_and_workers_and_keeps_the_cluster_s_name(n
                 "targetLabel": "ray_io_cluster",
             }
         ]
+        assert endpoint["metricRelabelings"] == scrape["metric_relabel_configs"]
     ports = {p["name"] for _, t in pod_templates(found) for p in t["spec"]["containers"][0]["ports"]}
     assert {e["port"] for e in endpoints} <= ports
 
@@ -50,8 +52,8 @@ def test_the_rules_are_those_of_the_alert_file() -> None:
     assert rule["apiVersion"] == "monitoring.coreos.com/v1"
     assert rule["metadata"]["labels"]["release"] == "prometheus"
     assert set(rule["spec"]) == {"groups"}
-    source = yaml.safe_load(ALERTS.read_text()) if ALERTS.exists() else {"groups": []}
-    assert rule["spec"] == source
+    assert rule["spec"] == yaml.safe_load(ALERTS.read_text())
+    assert rule["spec"]["groups"]
     for group in rule["spec"]["groups"]:
         assert set(group) <= {"name", "interval", "rules", "limit", "query_offset", "labels"}
         for entry in group["rules"]:
@@ -70,6 +72,7 @@ def test_each_dashboard_is_a_config_map_that_grafana_s_sidecar_finds() -> None:
         [(name, text)] = document["data"].items()
         assert len(text) < 1_000_000, "a ConfigMap holds 1 MiB"
         shipped[name] = json.loads(text)
+    assert shipped
     assert shipped == sources
 
 
