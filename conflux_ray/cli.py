@@ -46,9 +46,11 @@ COMMANDS = (
     Command("figures", "conflux_ray.simulator.commands.figures:main", "the paper's figures, ours beside its numbers"),
     Command("bench scheduler", "conflux_ray.bench.scheduler:main", "what one scheduling step costs"),
     Command("bench gpu", "conflux_ray.bench.gpu:main", "how near an iteration comes to its own lower bound"),
+    Command("bench compare", "conflux_ray.bench.compare:main", "Conflux and vLLM on this machine by the same requests"),
     Command("bench serve", "conflux_ray.bench.serve:main", "the rate at which a running server keeps its promises"),
     Command("bench routing", "conflux_ray.bench.routing:main", "spreading by queued work against by count or in turn"),
     Command("bench replay", "conflux_ray.bench.replay:main", "one trace through a live server and the simulator"),
+    Command("bench metrics", "conflux_ray.metrics.bench:main", "what metrics cost an iteration and a token"),
     Command("bench stack", "conflux_ray.bench.stack:main", "what HTTP and Ray Serve add to an instance's delays"),
 )
 

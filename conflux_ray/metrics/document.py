@@ -16,11 +16,11 @@ conflux_ray.metrics.document`; do not edit.
 
 ## Where to scrape
 
-**Ray's metrics agents**, one on every node, have all metrics of all processes. Ray puts `{RAY_PREFIX}` before each name:
-`conflux_requests_total` is `{RAY_PREFIX}conflux_requests_total` there, and the dashboards and alerts of `dashboards/` use
-those names. On one machine `prometheus --config.file dashboards/prometheus.yml` finds the agents through the file that
-Ray keeps in `/tmp/ray`; on Kubernetes a PodMonitor on KubeRay's `metrics` port does. Values reach an agent once in
-`metrics_report_interval_ms` of Ray, 10 s by default, and a process hands them over once a second.
+**Ray's metrics agents**, one on every node, have all metrics of all processes. Ray puts `{RAY_PREFIX}` before each
+name: `conflux_requests_total` is `{RAY_PREFIX}conflux_requests_total` there, and the dashboards and alerts of
+`dashboards/` use those names. On one machine `prometheus --config.file dashboards/prometheus.yml` finds the agents
+through the file that Ray keeps in `/tmp/ray`; on Kubernetes a PodMonitor on KubeRay's `metrics` port does. Values reach
+an agent once in `metrics_report_interval_ms` of Ray, 10 s by default, and a process hands them over once a second.
 
 **`/metrics` of the server** is of one ingress replica: its metrics by the names below, and vLLM's `vllm:*`. Behind the
 load balancer each scrape reaches some replica. So every series has the label `replica`; each belongs to one process and
@@ -32,8 +32,8 @@ declared type, since Ray's own histograms lose the sum. `rate` and `histogram_qu
 
 ## What counts as goodput
 
-Token i of a request, from 1, is due at arrival + TTFT + (i - 1) x TBT, on the monotonic clock of the ingress. A request is
-compliant when every token of every choice was on time. For each class
+Token i of a request, from 1, is due at arrival + TTFT + (i - 1) x TBT, on the monotonic clock of the ingress. A request
+is compliant when every token of every choice was on time. For each class
 
     goodput + misses = requests - invalid - aborted in time
 
@@ -72,8 +72,8 @@ def text() -> str:
         parts += [_line(metric) for metric in metrics if metric.where == where]
     histograms = [metric for metric in metrics if metric.buckets]
     parts.append(
-        "\n## Buckets\n\nThe deployment's TTFT and TBT values are added to those of the promises, so that a bucket ends "
-        "exactly there.\n\n| Histogram | Upper bounds |\n|---|---|\n"
+        "\n## Buckets\n\nThe deployment's TTFT and TBT values are added to those of the promises, so that a bucket "
+        "ends exactly there.\n\n| Histogram | Upper bounds |\n|---|---|\n"
     )
     parts += [f"| `{h.name}` | {', '.join(f'{bound:g}' for bound in h.buckets)} |\n" for h in histograms]
     return "".join(parts)

@@ -20,6 +20,8 @@ from conflux_ray.planning.scheduler import Scheduler
 from conflux_ray.wire import LoadReport
 
 SAMPLE_SECONDS = 1.0
+HOLDER_SECONDS = 10.0
+"""Between two counts of blocks by holder, which visit all allocations of all ranks; Ray reports no more often."""
 
 
 class _Issued(NamedTuple):
@@ -62,7 +64,7 @@ class InstanceMetrics:
         self._transition_seconds = store.distribution(m.TRANSITION_SECONDS)
         self._in_flight: deque[_Issued] = deque()
         self._open: dict[int, list[float]] = {}  # transfer -> when it was issued, workers that have not acknowledged
-        self._next_sample = -math.inf
+        self._next_sample = self._next_count = -math.inf
         self._ranks = ranks
 
     def issued(self, plan: IterationPlan, now: float) -> None:
@@ -157,20 +159,26 @@ class InstanceMetrics:
             (m.TBT_VIOLATIONS, counters.tbt_violations),
         ):
             store.value(metric).value = count
-        residents = engine.residents
+        residents, kv = engine.residents, engine.kv.snapshot()
         for rank, name in enumerate(self._ranks):
-            usage = engine.kv.usage(rank)
-            store.value(m.KV_USED, name).value = usage.used / (usage.used + usage.free)
-            for holder in ("free", "prefilling", "transition", "decoding", "draining", "retained"):
-                store.value(m.KV_BLOCKS, name, holder).value = getattr(usage, holder)
+            store.value(m.KV_USED, name).value = 1.0 - kv.free[rank] / kv.capacity
             store.value(m.RANK_DECODES, name).value = residents.tokens[rank]
             store.value(m.RANK_CONTEXT, name).value = residents.context[rank]
+        if now >= self._next_count:
+            self._next_count = now + HOLDER_SECONDS
+            self._count_blocks()
         store.value(m.KV_DRAINING).value = engine.kv.num_draining
         store.value(m.TRANSITIONS_OPEN).value = len(self._open)
         store.value(m.REJECTED).value = engine.last_decision.rejected if engine.has_work else 0
         store.value(m.STARVATION_AGE).value = max([0.0, *(now - request.deadline for request in engine.pending)])
         if isinstance(engine.policy, Scheduler):
             store.value(m.CORRECTION).value = engine.policy.correction.factor
+
+    def _count_blocks(self) -> None:
+        for rank, name in enumerate(self._ranks):
+            usage = self._engine.kv.usage(rank)
+            for holder in ("free", "prefilling", "transition", "decoding", "draining", "retained"):
+                self.store.value(m.KV_BLOCKS, name, holder).value = getattr(usage, holder)
 
 
 class MeteredWorkers:

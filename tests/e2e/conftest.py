@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from conflux_ray.models import store
+from conflux_ray.serving.environment import serve_environment
 from tests.e2e.server import Server, running
 
 
@@ -15,7 +16,9 @@ from tests.e2e.server import Server, running
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder: Path = tmp_path_factory.mktemp("server")
     store.model_dir(store.SMOLLM2)
-    with running(folder, port=18000) as server:
+    # Ray hands out metrics every 10 s by default, and tests would wait for them.
+    environment = {**serve_environment(), "RAY_metrics_report_interval_ms": "1000"}
+    with running(folder, port=18000, environment=environment) as server:
         yield server
 
 
