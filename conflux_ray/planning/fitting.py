@@ -427,10 +427,10 @@ def _fit_host(model: LatencyModel, rows: Sequence[IterationRow]) -> Affine:
 
 
 def _fit_contention(model: LatencyModel, sms: int | None, rows: Sequence[IterationRow]) -> Contention:
-    """alpha and beta of one overlap setting (Eq. 4)."""
+    """alpha, beta and gamma of one overlap setting; gamma = 0 (Eq. 4) unless it lowers the cross-validated error."""
     rows = [r for r in rows if not any(r.load.incoming)]
     parts = np.array([_parts(model, r) for r in rows]).reshape(-1, 3)
-    linear, prefill, decode = parts.T
+    _, prefill, decode = parts.T
     where = "without a partition" if sms is None else f"with decode_sms={sms}"
     for name, slower, faster in (("alpha", decode, prefill), ("beta", prefill, decode)):
         if not (slower > faster).any():
@@ -441,21 +441,68 @@ def _fit_contention(model: LatencyModel, sms: int | None, rows: Sequence[Iterati
             )
     y = np.array([r.seconds for r in rows])
     host = np.array([model.host(max(r.load.decode_tokens)) for r in rows])
-    factors = np.linspace(1.0, 5.0, 801)
+    attention = _Attention(parts, (y - host) / model.num_layers, model.num_layers / y)
+    shares = (0.0,) if attention.cross_validated(_NO_SHARE) <= 1.1 * attention.cross_validated(_SHARES) else _SHARES
+    alpha, beta, gamma = attention.fit(shares)
+    return Contention(alpha, beta, sms, gamma)
 
-    def error(alpha: ArrayLike, beta: ArrayLike) -> Floats:
-        attention = np.maximum(np.multiply.outer(beta, prefill), np.multiply.outer(alpha, decode))
-        predicted = model.num_layers * (linear + attention) + host
-        return ((predicted / y - 1) ** 2).sum(axis=-1)
 
-    alpha, beta = 1.0, 1.0
-    for _ in range(20):
-        before = (alpha, beta)
-        alpha = float(factors[error(factors, np.full_like(factors, beta)).argmin()])
-        beta = float(factors[error(np.full_like(factors, alpha), factors).argmin()])
-        if (alpha, beta) == before:
-            break
-    return Contention(alpha, beta, sms)
+_FACTORS = np.linspace(1.0, 5.0, 401)
+_NO_SHARE = (0.0,)
+_SHARES = tuple(np.linspace(0.0, 1.0, 21).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """What fits alpha, beta and gamma of overlapped iterations.
+
+    Args:
+        parts: (linear, prefill, decode) of each, seconds a layer; shape (iterations, 3).
+        layer: measured seconds of one layer of each.
+        weight: turns an error of a layer into one relative to the iteration.
+    """
+
+    parts: Floats
+    layer: Floats
+    weight: Floats
+
+    def fit(self, shares: Sequence[float]) -> tuple[float, float, float]:
+        """The (alpha, beta, gamma) of least squares of relative errors, gamma out of `shares`."""
+        best, least = (1.0, 1.0, 0.0), np.inf
+        for gamma in shares:
+            alpha, beta = 1.0, 1.0
+            for _ in range(20):
+                before = (alpha, beta)
+                alpha = float(_FACTORS[self._squares(_FACTORS, beta, gamma).argmin()])
+                beta = float(_FACTORS[self._squares(alpha, _FACTORS, gamma).argmin()])
+                if (alpha, beta) == before:
+                    break
+            squares = float(self._squares(np.array([alpha]), beta, gamma)[0])
+            if squares < least - 1e-12:
+                best, least = (alpha, beta, gamma), squares
+        return best
+
+    def cross_validated(self, shares: Sequence[float]) -> float:
+        """Mean absolute relative error of iterations that were left out of the fit, every `FOLDS`-th at a time."""
+        errors = []
+        numbers = np.arange(len(self.layer))
+        for fold in range(min(FOLDS, len(numbers))):
+            out = numbers % FOLDS == fold
+            alpha, beta, gamma = self._of(~out).fit(shares)
+            errors.append(np.abs(self._of(out)._errors(np.array([alpha]), beta, gamma)[0]))
+        return float(np.concatenate(errors).mean())
+
+    def _of(self, chosen: NDArray[np.bool_]) -> _Attention:
+        return _Attention(self.parts[chosen], self.layer[chosen], self.weight[chosen])
+
+    def _squares(self, alpha: ArrayLike, beta: ArrayLike, gamma: float) -> Floats:
+        return (self._errors(alpha, beta, gamma) ** 2).sum(axis=-1)
+
+    def _errors(self, alpha: ArrayLike, beta: ArrayLike, gamma: float) -> Floats:
+        linear, prefill, decode = self.parts.T
+        longer = np.maximum(np.multiply.outer(beta, prefill), np.multiply.outer(alpha, decode))
+        predicted = linear + longer + gamma * np.minimum(prefill, decode)
+        return np.atleast_2d((predicted - self.layer) * self.weight)
 
 
 def _fit_exposed(model: LatencyModel, rows: Sequence[IterationRow]) -> float:

@@ -109,19 +109,30 @@ class GemmCurve:
 class Contention:
     """How much the two attention paths slow each other down when they overlap (Eq. 4).
 
+    Eq. 4 is gamma = 0: the longer path hides the shorter one, however near they are. Where both want all of the GPU's
+    multiprocessors, part of the shorter one comes on top.
+
     Args:
         alpha: factor on the decode path, at least 1.
         beta: factor on the prefill path, at least 1.
         decode_sms: the SM partition of the decode stream for which this holds; None is no partition.
+        gamma: share of the shorter path that the longer one does not hide, 0..1.
     """
 
     alpha: float
     beta: float
     decode_sms: int | None = None
+    gamma: float = 0.0
 
     def __post_init__(self) -> None:
         if not (self.alpha >= 1 and self.beta >= 1):
             raise ValueError(f"alpha={self.alpha} and beta={self.beta} are slowdowns and must be at least 1")
+        if not 0 <= self.gamma <= 1:
+            raise ValueError(f"gamma={self.gamma} is a share and must be in [0, 1]")
+
+    def attention(self, prefill: float, decode: float) -> float:
+        """T_ATTN of paths that take `prefill` and `decode` seconds alone."""
+        return max(self.beta * prefill, self.alpha * decode) + self.gamma * min(prefill, decode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +310,7 @@ class LatencyModel:
             return prefill + decode
         for c in self.contention:
             if c.decode_sms == decode_sms:
-                return max(c.beta * prefill, c.alpha * decode)
+                return c.attention(prefill, decode)
         known = [c.decode_sms for c in self.contention]
         raise ValueError(f"decode_sms={decode_sms} is not among the settings {known} of latency model {self.name!r}")
 
@@ -322,7 +333,7 @@ class IterationEstimator:
         self.decode_path = model.decode(max(decode_context)) if any(decode_tokens) else 0.0  # T_D, Eq. 5
         self.host = model.host(max(decode_tokens))
         self._serial = self.decode_path if model.serial else inf
-        self._overlapped = [(c.beta, c.alpha * self.decode_path) for c in model.contention]
+        self._overlapped = [(c.beta, c.alpha * self.decode_path, c.gamma) for c in model.contention]
         self._per_token = model.comm.slope
         self._per_pair = model.prefill.slope / model.num_ranks
         self._per_chunk = model.comm.intercept + model.prefill.intercept
@@ -344,10 +355,12 @@ class IterationEstimator:
         if not prefill or not self.decode_path:
             return prefill + self.decode_path
         fastest = prefill + self._serial
-        for beta, slowed_decode in self._overlapped:
+        shorter = min(prefill, self.decode_path)
+        for beta, slowed_decode, gamma in self._overlapped:
             slower = beta * prefill
             if slower < slowed_decode:
                 slower = slowed_decode
+            slower += gamma * shorter
             if slower < fastest:
                 fastest = slower
         return fastest
@@ -358,8 +371,8 @@ class IterationEstimator:
         if self.model.contention and (not prefill or not self.decode_path):
             return True, self.model.contention[0].decode_sms
         fastest = self.attention(prefill)
-        for c, (beta, slowed_decode) in zip(self.model.contention, self._overlapped, strict=True):
-            if max(beta * prefill, slowed_decode) <= fastest:
+        for c in self.model.contention:
+            if c.attention(prefill, self.decode_path) <= fastest:
                 return True, c.decode_sms
         return False, None
 
@@ -379,10 +392,12 @@ class IterationEstimator:
             prefill = self._per_token * shard + self._per_pair * work + self._per_chunk
             if prefill and decode:
                 attention = prefill + self._serial
-                for beta, slowed_decode in self._overlapped:
+                shorter = prefill if prefill < decode else decode
+                for beta, slowed_decode, gamma in self._overlapped:
                     slower = beta * prefill
                     if slower < slowed_decode:
                         slower = slowed_decode
+                    slower += gamma * shorter
                     if slower < attention:
                         attention = slower
             else:

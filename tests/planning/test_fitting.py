@@ -94,11 +94,20 @@ def test_exact_rows_give_back_every_coefficient():
     assert fitted.gemm.form == "floor"
     assert fitted.gemm.knee == pytest.approx(130, abs=4)
     assert fitted.gemm.slope == pytest.approx(1e-6, rel=0.01)
-    assert [(c.decode_sms, c.alpha, c.beta) for c in fitted.contention] == [
-        (None, pytest.approx(1.3, abs=0.01), pytest.approx(1.15, abs=0.01)),
-        (48, pytest.approx(1.6, abs=0.01), pytest.approx(1.05, abs=0.01)),
+    assert [(c.decode_sms, c.alpha, c.beta, c.gamma) for c in fitted.contention] == [
+        (None, pytest.approx(1.3, abs=0.01), pytest.approx(1.15, abs=0.01), 0),
+        (48, pytest.approx(1.6, abs=0.01), pytest.approx(1.05, abs=0.01), 0),
     ]
     assert fitted.transfer_exposed == pytest.approx(0.25, abs=0.02)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_a_share_that_is_not_hidden_is_found(noise):
+    truth = replace(TRUTH, contention=(Contention(1.0, 1.1, gamma=0.6), Contention(1.0, 1.0, 48)))
+    rows = component_rows(truth) + [row for row in iteration_rows(200, truth, noise=noise) if row.decode_sms is None]
+    (found,) = fit(rows).latency.contention  # of the rows without a split
+    assert found.gamma == pytest.approx(0.6, abs=0.1)
+    assert (found.alpha, found.beta) == (pytest.approx(1.0, abs=0.05), pytest.approx(1.1, abs=0.05))
 
 
 def test_noisy_rows_predict_unseen_iterations_within_their_noise():

@@ -100,7 +100,7 @@ def test_the_estimator_of_a_step_agrees_with_the_model(serial, decodes, shard):
         optional={
             "gemm": st.sampled_from([GemmCurve.affine(0.3, 7.1), GemmCurve((0, 9, 31), (0.0, 5.3, 9.7), 1.1)]),
             "serial": st.just(True),
-            "contention": st.just((Contention(1.7, 1.2, 48), Contention(1.1, 1.4, 64))),
+            "contention": st.just((Contention(1.7, 1.2, 48), Contention(1.1, 1.4, 64, gamma=0.3))),
             "all_reduce": st.just(Affine(0.7, 4.3)),
             "transfer": st.just(Affine(0.3, 1.7)),
             "transfer_exposed": st.floats(0, 1),
@@ -113,6 +113,12 @@ def test_the_estimator_gives_what_its_parts_give_to_the_last_bit(load, shard, wo
     layer = model.linear(load) + estimator.attention(estimator.prefill_path(shard, work))
     layer = model.with_transfer(layer, model.transfer(incoming) if incoming else 0.0)
     assert estimator.seconds(load, shard, work, incoming) == model.num_layers * layer + estimator.host
+
+
+def test_the_longer_path_hides_all_of_the_shorter_one_but_a_share():
+    assert Contention(1.5, 1.25).attention(prefill=4.0, decode=2.0) == 5.0
+    assert Contention(1.5, 1.25, gamma=0.5).attention(prefill=4.0, decode=2.0) == 6.0
+    assert Contention(1.5, 1.25, gamma=0.5).attention(prefill=2.0, decode=4.0) == 7.0
 
 
 def test_an_empty_iteration_takes_the_host_only():
@@ -136,6 +142,7 @@ def test_gemm_curve_interpolates_between_knots_and_continues_with_its_slope():
         lambda: GemmCurve((0, 5), (2.0, 1.0), 1.0),
         lambda: GemmCurve((1,), (2.0,), 1.0),
         lambda: Contention(0.9, 1.0),
+        lambda: Contention(1.0, 1.0, gamma=1.1),
         lambda: IterationLoad((1, 2), (1,)),
         lambda: IterationLoad((1, 2), (1, 2), prefill_tokens=(3, 3), chunks=((5, 0),)),
         lambda: replace(MODEL, transfer_exposed=1.5),
