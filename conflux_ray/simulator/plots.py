@@ -15,7 +15,20 @@ from matplotlib import pyplot as plt
 from conflux_ray.simulator.analysis import Row
 from conflux_ray.simulator.figures import Results
 
-_LINE = {"ConfluxServe": "black", "ConfluxServe-FCFS": "black"}
+_COLORS = {
+    "ConfluxServe": "black",
+    "Chunked Prefill": "#2166ac",
+    "MuxWise": "#e08214",
+    "DistServe": "#1b7837",
+    "LoongServe": "#762a83",
+    "Data parallel": "#8c6d31",
+}
+"""Of a system, whatever its scheduling."""
+
+
+def _color(title: str) -> str:
+    family = title.removesuffix("++").removesuffix("-FCFS").removesuffix("-SRPT")
+    return _COLORS["Chunked Prefill" if family == "Chunked" else family]
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
@@ -108,7 +121,7 @@ def curves(results: Results, group: str, path: Path) -> None:
     for axis, (titles, mine) in zip(axes.flat, sorted(panels.items()), strict=False):
         for system in dict.fromkeys(str(row["system"]) for row in mine):
             points = sorted((float(r["rate"]), 100 * float(r["attainment"])) for r in mine if r["system"] == system)
-            axis.plot(*zip(*points, strict=True), marker=".", label=system, color=_LINE.get(system))
+            axis.plot(*zip(*points, strict=True), marker=".", label=system, color=_color(system))
         axis.axhline(95, color="gray", linewidth=0.8)
         axis.set(title=", ".join(titles), xlabel="requests/s", ylabel="attainment, %", ylim=(50, 101))
         axis.title.set_fontsize(9)
