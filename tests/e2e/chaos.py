@@ -25,9 +25,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import psutil
 import torch
 
+from conflux_ray.metrics.definitions import INGRESS_IN_FLIGHT, INGRESS_WAITING, ROUTER_REQUESTS
 from conflux_ray.models import store
 from conflux_ray.models.reference import Reference
 from tests.e2e.server import Server, ready, running, wait_for
@@ -110,6 +112,20 @@ def census(server: Server) -> Counter[str]:
     return kinds
 
 
+def in_flight(server: Server) -> dict[str, float]:
+    """The ingress's gauges of requests that have not ended.
+
+    Raises:
+        ChaosError: it has none.
+    """
+    names = tuple(f"{m.name}{{" for m in (INGRESS_IN_FLIGHT, INGRESS_WAITING, ROUTER_REQUESTS))
+    lines = httpx.get(f"{server.url}/metrics", timeout=10).text.splitlines()
+    gauges = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line.startswith(names)}
+    if len(gauges) < len(names):
+        raise ChaosError(f"/metrics has only {sorted(gauges)} of {names}")
+    return gauges
+
+
 class Chaos:
     """One run.
 
@@ -163,6 +179,7 @@ class Chaos:
             self._scale(NUM_INSTANCES - self._instances)
         self._recover()
         self._server.wait_idle(60, count=NUM_INSTANCES)
+        wait_for(lambda: not any(in_flight(self._server).values()), 30, lambda: f"gauges: {in_flight(self._server)}")
         wait_for(
             lambda: census(self._server) == baseline,
             60,
@@ -273,27 +290,33 @@ class Chaos:
             if len(stream.tokens) != wanted or stream.finish_reason != "length":
                 raise ChaosError(f"{len(stream.tokens)} tokens of {wanted}, finish reason {stream.finish_reason}")
             logits = reference.logits([*prompt, *stream.tokens[:-1]])[len(prompt) - 1 :]
-            for i, token in enumerate(stream.tokens):
-                scores = candidates(logits[i], stream.body, len(prompt) + i)
-                if int(scores.argmax()) == token:
-                    continue
-                best = float(scores.max())
-                if best - float(scores[token]) > NEAR_TIE * max(1.0, abs(best)):
+            scores = candidates(logits, stream.body, len(prompt))
+            best, given = scores.max(-1), torch.tensor(stream.tokens)
+            for i in (best.indices != given).nonzero().flatten().tolist():
+                highest = float(best.values[i])
+                if highest - float(scores[i, given[i]]) > NEAR_TIE * max(1.0, abs(highest)):
                     raise ChaosError(
-                        f"token {i} of {wanted} is {token}, the reference's {int(scores.argmax())}; prompt {prompt}, "
+                        f"token {i} of {wanted} is {given[i]}, the reference's {best.indices[i]}; prompt {prompt}, "
                         f"{stream.changes}"
                     )
                 self.outcome.near_ties += 1
 
 
 def candidates(logits: torch.Tensor, body: dict, position: int) -> torch.Tensor:
-    """Scores whose largest is the token at `position`: the logits, or with a seed log(p / q), q exponential noise."""
+    """Scores whose largest is the token: the logits, or with a seed log(p / q), q exponential noise.
+
+    Args:
+        logits: of consecutive tokens, a row each.
+        body: of the request.
+        position: of the first of them.
+    """
     if "seed" not in body:
         return logits
     from conflux_ray.vllm_compat.sampler import position_seed
 
-    generator = torch.Generator().manual_seed(position_seed(body["seed"], position))
-    noise = torch.empty_like(logits).exponential_(generator=generator)
+    noise = torch.empty_like(logits)
+    for i, row in enumerate(noise):
+        row.exponential_(generator=torch.Generator().manual_seed(position_seed(body["seed"], position + i)))
     return torch.log_softmax(logits / body["temperature"], -1) - noise.log()
 
 
