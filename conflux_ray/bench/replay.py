@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,8 @@ DEFAULT_KV_GIB = 0.5
 """Of a CPU worker (`cluster.instance`)."""
 PATIENCE = Slo(600.0, 600.0)
 """Promises that the client is told, so that it cuts no request that is merely late."""
-WARM_UP_SEED = 1000
-"""Of the requests before the first that count."""
+WARM_UP_SEED, WARM_UP_REQUESTS = 1000, 10
+"""The requests before the first replay."""
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,8 @@ def _replay(
     live: dict[tuple[float, int], list[Latencies]] = {key: [] for key in wanted}
     slowness: dict[tuple[float, int], list[float]] = {key: [] for key in wanted}
     with running_server(values, serve_environment()) as server:
-        run_point(load, target, args.rate[0], WARM_UP_SEED, say=lambda _: None)  # first requests set things up
+        first = replace(load, least=WARM_UP_REQUESTS)  # they set things up, and the planner's correction settles
+        run_point(first, target, args.rate[0], WARM_UP_SEED, say=lambda _: None)
         # Repeats outermost: what drifts meets all rates and seeds alike.
         for repeat in range(args.repeats):
             for rate, seed in wanted:
