@@ -57,7 +57,8 @@ class Bench:
         if found is not None and not (found.stopped and self._floor is None):
             _say(f"{rate:g} requests/s, seed {seed}: measured before, {found.attainment:.1%} attained")
             return found
-        if self._deadline is not None and time.monotonic() + self._load.seconds + self._load.slo.ttft > self._deadline:
+        needed = self._load.seconds_needed(rate, seed)
+        if self._deadline is not None and time.monotonic() + needed > self._deadline:
             raise OutOfTimeError
         _say(f"{rate:g} requests/s, seed {seed}: {self._load.seconds:g} s of arrivals")
         point = run_point(self._load, self._target, rate, seed, self._floor)

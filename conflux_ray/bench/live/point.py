@@ -24,6 +24,8 @@ from conflux_ray.simulator.workload import Workload
 
 FORMAT = 1
 PROGRESS_SECONDS = 5.0
+PREPARATION = 6.0
+"""Seconds to start the clients and make a point's prompts, about."""
 START_SECONDS = 1.0
 """Between the last client's "ready" and the first arrival."""
 PREPARE_SECONDS = 300.0
@@ -92,6 +94,11 @@ class Load:
         times = np.cumsum(gaps) - gaps[0]
         moved = [replace(r, arrival=float(t)) for r, t in zip(trace.requests, times, strict=True)]
         return trace.noted(moved, f"Poisson arrivals at {rate:g} requests/s")
+
+    def seconds_needed(self, rate: float, seed: int) -> float:
+        """About how long a point takes: all its arrivals, and the outputs at twice the promised speed."""
+        ends = [r.arrival + self.slo.ttft + r.output_tokens * self.slo.tbt / 2 for r in self.draw(rate, seed).requests]
+        return PREPARATION + min(max(ends), self.seconds + self.slo.ttft + self.drain)
 
     def prompts(self, seed: int) -> PromptSource:
         """What makes the prompts of a point."""
@@ -241,13 +248,18 @@ def record_of(report: Sequence[Report], jobs: Sequence[Job], start: float) -> tu
     return tuple(records)
 
 
+def print_progress(line: str) -> None:
+    """A line to standard error at once."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def run_point(
     load: Load,
     target: Target,
     rate: float,
     seed: int,
     floor: float | None = None,
-    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    say: Callable[[str], None] = print_progress,
 ) -> Point:
     """Send one point and gather what came back.
 
@@ -263,7 +275,25 @@ def run_point(
         TraceError: the trace is too short.
         RuntimeError: a client process failed.
     """
-    trace = load.draw(rate, seed)
+    return run_trace(load, target, load.draw(rate, seed), rate, seed, floor, say)
+
+
+def run_trace(
+    load: Load,
+    target: Target,
+    trace: Trace,
+    rate: float,
+    seed: int,
+    floor: float | None = None,
+    say: Callable[[str], None] = print_progress,
+) -> Point:
+    """Send a trace as it is; `run_point` has the other arguments and what is raised.
+
+    Args:
+        trace: the requests and when they leave.
+        rate: under which the point is kept.
+        seed: of the prompts.
+    """
     warm_up = int(load.warm_up * len(trace))
     jobs = jobs_of(trace, warm_up)
     began = time.monotonic()

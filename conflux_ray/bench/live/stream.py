@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import httptools
 import msgspec
@@ -33,7 +33,7 @@ class _Choice(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[_Choice] = msgspec.field(default_factory=list)
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 _decode = msgspec.json.Decoder(_Event).decode
@@ -150,7 +150,9 @@ class ReplyReader:
             reply.error = f"an event is not what the API promises ({error}): {data[:200]!r}"
             return
         if event.error is not None:
-            reply.error = f"error event after {len(reply.times)} tokens: {bytes(event.error).decode()[:300]}"
+            reply.error = (
+                f"error event after {len(reply.times)} tokens: {msgspec.json.encode(event.error).decode()[:300]}"
+            )
             return
         usage = event.usage
         new = 0

@@ -1,0 +1,348 @@
+"""`conflux bench compare`: several servers on one machine, one after the other, by the same requests.
+
+Every contender gets the same weights, length, memory share and promises, no prefix cache, and at each rate and seed the
+same requests at the same times. Repeats go round the contenders, every second one backwards, so that what drifts meets
+all alike. Points that the folder has are not measured again: what one call has no time for the next goes on with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from conflux_ray.bench.live import plots
+from conflux_ray.bench.live.client import Target
+from conflux_ray.bench.live.contenders import Contender, ContenderError, Site, launches, read, standard
+from conflux_ray.bench.live.machine import gpus as find_gpus
+from conflux_ray.bench.live.machine import machine, versions
+from conflux_ray.bench.live.options import add_load, load_of, settings_of
+from conflux_ray.bench.live.point import Load, run_point, run_trace, write_json
+from conflux_ray.bench.live.predict import hardware_of, predict
+from conflux_ray.bench.live.report import Entry, compare_text
+from conflux_ray.bench.live.server_info import ServerError, vocab_size_of
+from conflux_ray.bench.live.servers import Servers, running
+from conflux_ray.bench.live.store import Store, StoreError
+from conflux_ray.bench.live.tables import state
+from conflux_ray.config import ConfigError, read_model_config, resolve_model
+from conflux_ray.simulator.hardware import Hardware
+from conflux_ray.simulator.trace import Trace, TraceRequest
+
+START_SECONDS = 90.0
+"""That a server takes to start, where nothing is known of it yet."""
+WARM_SEED = 1_000_003
+"""Of the throw-away requests: no point draws them."""
+WARM_TOKENS = 64
+"""Most output tokens of a throw-away request."""
+WARM_GAP = 0.5
+"""Seconds between the throw-away requests of the longest kinds."""
+
+
+class Comparison:
+    """Measures what is missing in a folder.
+
+    Args:
+        load: how points are sent.
+        site: what contenders have in common.
+        store: keeps points.
+        contenders: in the order of the report.
+        rates: requests per second, of contenders without their own.
+        args: of the command line.
+    """
+
+    def __init__(
+        self, load: Load, site: Site, store: Store, contenders: Sequence[Contender], args: argparse.Namespace
+    ) -> None:
+        self._load = load
+        self._site = site
+        self._store = store
+        self._contenders = contenders
+        self._args = args
+        self._deadline = time.monotonic() + 60 * args.minutes if args.minutes else None
+        self.complete = True
+
+    def run(self) -> None:
+        """Everything, or as much as there is time for."""
+        for contender in self._contenders:
+            self._check(contender)
+        for seed in range(self._args.first_seed, self._args.first_seed + self._args.repeats):
+            order = self._contenders if seed % 2 == 0 else self._contenders[::-1]
+            for contender in order:
+                rates = [r for r in self._rates(contender) if self._store.get(contender.name, r, seed) is None]
+                if not rates:
+                    continue
+                before = self._about(contender).get("start_seconds", START_SECONDS) + 2 * self._args.warm_seconds
+                if not self._time_for(before + self._load.seconds_needed(rates[0], seed)):
+                    return
+                try:
+                    self._serve(contender, rates, seed)
+                except ServerError as error:
+                    self.complete = False
+                    _say(f"{contender.name}: {error}")
+
+    def _rates(self, contender: Contender) -> Sequence[float]:
+        return contender.rates or self._args.rates
+
+    def _time_for(self, needed: float) -> bool:
+        """Whether there are so many seconds left."""
+        if self._deadline is None or time.monotonic() + needed <= self._deadline:
+            return True
+        self.complete = False
+        _say(f"no time for another {needed:.0f} s; the same command goes on from here")
+        return False
+
+    def _path(self, contender: Contender) -> Path:
+        return self._store.folder / "contenders" / f"{contender.name}.json"
+
+    def _about(self, contender: Contender) -> dict[str, Any]:
+        path = self._path(contender)
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def _check(self, contender: Contender) -> None:
+        """Raises StoreError where the folder has points of another contender of this name."""
+        found = self._about(contender).get("contender")
+        wanted = json.loads(json.dumps(contender.to_json()))
+        if found is not None and found != wanted:
+            changed = ", ".join(f"{k}={found.get(k)!r} -> {wanted[k]!r}" for k in wanted if found.get(k) != wanted[k])
+            raise StoreError(
+                f"{self._store.folder}: has points of another {contender.name} ({changed}); give the new one another "
+                f"name, or choose another --out"
+            )
+
+    def _serve(self, contender: Contender, rates: Sequence[float], seed: int) -> None:
+        folder = self._store.folder / "logs"
+        started = launches(contender, self._site, folder)
+        _say(f"{contender.name}: starting")
+        with running(Servers(started, folder, f"{contender.name}-seed-{seed}", self._site.device)) as servers:
+            took = servers.start(self._args.start_seconds)
+            _say(f"{contender.name}: answers after {took:.0f} s")
+            about = {
+                "contender": contender.to_json(),
+                "commands": [list(launch.command) for launch in started],
+                "environment": [dict(launch.environment) for launch in started],
+                "deployment": started[0].deployment,
+                "versions": versions(),
+                "machine": machine(),
+                "start_seconds": round(took, 1),
+            }
+            write_json(self._path(contender), about)
+            target = Target(servers.urls, self._site.model, None, contender.prompt_priority)
+            self._warm(target, max(rates))
+            for rate in rates:
+                if not self._time_for(self._load.seconds_needed(rate, seed)):
+                    return
+                _say(f"{contender.name}, {rate:g} requests/s, seed {seed}: {self._load.seconds:g} s of arrivals")
+                point = run_point(self._load, target, rate, seed)
+                if not servers.alive():
+                    raise ServerError(f"ended while it was measured at {rate:g} requests/s; see {servers.logs[0]}")
+                self._store.put(contender.name, point)
+                if point.invalid:
+                    self.complete = False
+                _say(f"  {point.attainment:.1%} attained; {point.invalid or state(point)}")
+
+    def _warm(self, target: Target, rate: float) -> None:
+        """Throw-away requests: whatever a server does once only, it does now.
+
+        Raises:
+            ServerError: none of them was answered as asked.
+        """
+        seconds = self._args.warm_seconds
+        if not seconds:
+            return
+        drawn = self._load.draw(rate, self._args.first_seed).requests
+        longest = max(r.prompt_tokens for r in drawn)
+        kinds = [TraceRequest(k * WARM_GAP, max(1, longest >> k), 4) for k in range(6)]
+        rest = [
+            TraceRequest(r.arrival + len(kinds) * WARM_GAP, r.prompt_tokens, min(r.output_tokens, WARM_TOKENS))
+            for r in drawn
+        ]
+        trace = Trace("warm-up", (*kinds, *(r for r in rest if r.arrival < seconds)))
+        load = replace(self._load, drain=60.0, warm_up=0.0, slo=replace(self._load.slo, ttft=60.0))
+        point = run_trace(load, target, trace, rate, WARM_SEED, say=lambda line: None)
+        faults = {r.fault for r in point.records}
+        if None not in faults:
+            raise ServerError(f"no request of the warm-up was answered as asked: {next(iter(faults))}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def entries_of(store: Store, load: Load | None, hardware: Hardware | None, gpus: int) -> list[Entry]:
+    """What a folder has, with predictions where the simulator knows the machine; those are kept in the folder."""
+    kept = store.folder / "predictions.json"
+    predictions: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    entries = []
+    for name in store.names():
+        path = store.folder / "contenders" / f"{name}.json"
+        about = json.loads(path.read_text()) if path.exists() else {}
+        values = about.get("contender", {"name": name, "kind": "vllm"})
+        entry = Entry(name, values["kind"], store.points(name), about=about)
+        for point in entry.usable if "policy" in values else []:
+            key = f"{name} {point.rate:g} {point.seed}"
+            if key not in predictions and load is not None and hardware is not None:
+                contender = Contender(**{**values, "flags": tuple(values["flags"])})
+                predictions[key] = predict(contender, hardware, gpus, load, point.rate, point.seed)
+            if "attainment" in predictions.get(key, {}):
+                entry.predictions[point.rate, point.seed] = predictions[key]["attainment"]
+        entries.append(entry)
+    if predictions:
+        write_json(kept, predictions)
+    return sorted(entries, key=lambda e: (e.kind != "conflux", e.name))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="conflux bench compare",
+        description="Conflux and vLLM on this machine, one after the other, by the same requests.",
+    )
+    parser.add_argument("--model", required=True, help="a folder, or the name of a model that conflux-ray builds")
+    parser.add_argument("--load-format", choices=["auto", "dummy"], default="auto", help="dummy: random weights")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--gpus", type=int, help="for one contender; default: all; on a CPU: worker processes, 2")
+    parser.add_argument("--memory-share", type=float, default=0.9, help="of each GPU's memory")
+    parser.add_argument("--contenders", type=Path, help="YAML list instead of the standard ones")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[2048, 4096], help="token budgets of vLLM")
+    parser.add_argument("--conflux-budget", type=int, default=8192, help="most prefill tokens of a Conflux iteration")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="more of Conflux's deployment args (YAML)"
+    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="contenders by name; * and ? match")
+    parser.add_argument("--list", action="store_true", help="name the contenders and how they are started, and end")
+    parser.add_argument("--rates", type=float, nargs="+", help="requests per second")
+    parser.add_argument("--repeats", type=int, default=1, help="rounds; each has its own requests")
+    parser.add_argument("--first-seed", type=int, default=0, help="of the first round")
+    parser.add_argument("--minutes", type=float, help="start nothing that would end later")
+    parser.add_argument("--start-seconds", type=float, default=400.0, help="longest start of a server")
+    parser.add_argument("--warm-seconds", type=float, default=15.0, help="of throw-away requests after a start")
+    parser.add_argument("--port", type=int, default=18400, help="of the first server")
+    parser.add_argument("--profile", type=Path, nargs="*", default=[], help="measured profiles, for the simulator")
+    parser.add_argument("--no-simulation", action="store_true", help="leave the simulator's column empty")
+    parser.add_argument("--report", action="store_true", help="measure nothing; write the report of what is there")
+    parser.add_argument("--out", type=Path, required=True, help="folder for points, logs and the report")
+    add_load(parser)
+    args = parser.parse_args(argv)
+    if not (args.rates or args.contenders or args.report or args.list):
+        parser.error("--rates is needed")
+    if args.repeats < 1 or min(args.rates or [1.0]) <= 0:
+        parser.error("--repeats and --rates must be positive")
+    return args
+
+
+def _set(words: Sequence[str]) -> dict[str, dict[str, Any]]:
+    import yaml
+
+    sections: dict[str, dict[str, Any]] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        section, dot, key = name.partition(".")
+        if not (equals and dot and section and key):
+            raise ContenderError(f"--set {word!r} must be like scheduler.policy=slo")
+        sections.setdefault(section, {})[key] = yaml.safe_load(value)
+    return sections
+
+
+def _contenders(args: argparse.Namespace, site: Site) -> list[Contender]:
+    if args.contenders:
+        found = read(args.contenders)
+    else:
+        found = standard(site.gpus, site.device, args.budgets, args.conflux_budget)
+    more = _set(args.set)
+    if more:
+        found = [
+            replace(c, args={k: {**c.args.get(k, {}), **more.get(k, {})} for k in c.args.keys() | more.keys()})
+            if c.kind == "conflux"
+            else c
+            for c in found
+        ]
+    if not args.only:
+        return found
+    for pattern in args.only:
+        if not any(fnmatch.fnmatchcase(c.name, pattern) for c in found):
+            raise ContenderError(f"--only {pattern!r} names none of {', '.join(c.name for c in found)}")
+    return [c for c in found if any(fnmatch.fnmatchcase(c.name, pattern) for pattern in args.only)]
+
+
+def _site(args: argparse.Namespace, found_gpus: Sequence[dict[str, str]]) -> Site:
+    folder = resolve_model(args.model)
+    longest = args.max_model_len or int(read_model_config(folder).get("max_position_embeddings") or 0)
+    if not longest:
+        raise ContenderError(f"model={args.model!r} does not state its length; give --max-model-len")
+    gpus = args.gpus or len(found_gpus) or 2
+    return Site(
+        folder,
+        Path(args.model).name,
+        gpus,
+        "cuda" if found_gpus else "cpu",
+        longest,
+        args.load_format,
+        args.dtype,
+        args.memory_share,
+        ttft=args.ttft,
+        tbt=args.tbt,
+        port=args.port,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure what is missing, write the report, print its tables last.
+
+    Args:
+        argv: command line after `conflux bench compare`.
+
+    Returns:
+        0; 1 if something failed, was invalid or had no time; 2 if nothing could be begun.
+    """
+    args = _parse(argv)
+    try:
+        found_gpus = find_gpus()
+        site = _site(args, found_gpus)
+        contenders = _contenders(args, site)
+        if args.list:
+            for contender in contenders:
+                print(contender.name)
+                for launch in launches(contender, site, args.out / "logs"):
+                    print(f"    {' '.join(launch.command)}")
+            return 0
+        vocab_size = args.vocab_size or vocab_size_of(site.folder)
+        if vocab_size is None:
+            raise ContenderError(f"model={args.model!r}: its vocab_size is not known; give --vocab-size")
+        load = load_of(args, site.max_model_len, vocab_size)
+        settings = settings_of(args, load, site.model) | site.describe()
+        store = Store(args.out, settings)
+        comparison = Comparison(load, site, store, contenders, args)
+        if not args.report:
+            comparison.run()
+        hardware = None if args.no_simulation else hardware_of(args.model, found_gpus, args.profile)
+        entries = entries_of(store, load, hardware, site.gpus)
+    except (ConfigError, ValueError, RuntimeError) as error:
+        _say(f"conflux bench compare: {error}")
+        return 2
+    devices = ", ".join(sorted({gpu["name"] for gpu in found_gpus})) or "CPU"
+    title = f"# {site.model} on {site.gpus} x {devices}"
+    write_json(
+        args.out / "report.json",
+        {
+            "settings": settings,
+            "contenders": [
+                entry.about
+                | {"points": [{k: v for k, v in p.to_json().items() if k != "records"} for p in entry.points]}
+                | {"simulated": [{"rate": r, "seed": s, "attainment": a} for (r, s), a in entry.predictions.items()]}
+                for entry in entries
+            ],
+        },
+    )
+    (args.out / "report.md").write_text(compare_text(entries, settings, title, short=False) + "\n")
+    plots.comparison({e.name: e.points for e in entries}, args.out / "report.png", args.attainment)
+    print(compare_text(entries, settings, title, short=True))
+    return 0 if comparison.complete else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,227 @@
+"""Several servers side by side: attainment, paired differences, what the simulator says, and the largest rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from conflux_ray.bench.live.plots import pooled
+from conflux_ray.bench.live.point import Point
+from conflux_ray.bench.live.score import paired_difference, wilson
+from conflux_ray.bench.live.tables import interval, lengths_table, markdown, remarks, seconds, share
+
+
+@dataclass(slots=True)
+class Entry:
+    """A contender in a report.
+
+    Args:
+        name: of it.
+        kind: "vllm" or "conflux".
+        points: valid or not.
+        predictions: the simulator's attainment by (rate, seed).
+        about: versions, machine, commands: as its file has them.
+    """
+
+    name: str
+    kind: str
+    points: list[Point]
+    predictions: dict[tuple[float, int], float] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def usable(self) -> list[Point]:
+        """Points whose attainment is what it says."""
+        return [p for p in self.points if not p.invalid and not p.stopped]
+
+    def at(self, rate: float) -> list[Point]:
+        """Usable points of a rate."""
+        return [p for p in self.usable if p.rate == rate]
+
+    def attainment(self, rate: float) -> float | None:
+        """Over all seeds of a rate; None without a usable point."""
+        outcomes = [ok for p in self.at(rate) for ok in p.outcomes]
+        return sum(outcomes) / len(outcomes) if outcomes else None
+
+    def predicted(self, rate: float) -> float | None:
+        """Mean of the simulator's attainments of the seeds that were measured; None without any."""
+        values = [self.predictions[rate, p.seed] for p in self.at(rate) if (rate, p.seed) in self.predictions]
+        return sum(values) / len(values) if values else None
+
+
+def largest_rate(points: Sequence[Point], goal: float) -> tuple[float, float | None]:
+    """The largest measured rate that attains the goal with all smaller ones, and the knee between it and the next.
+
+    Returns:
+        0 if the smallest rate misses; None for the knee if no measured rate lies on its other side.
+    """
+    rows = [(rate, good / count) for rate, good, count in pooled(points)]
+    reached = 0.0
+    before: tuple[float, float] | None = None
+    for rate, attained in rows:
+        if attained < goal:
+            if before is None:
+                return 0.0, None
+            low, high = before
+            return reached, low + (rate - low) * (high - goal) / (high - attained)
+        reached, before = rate, (rate, attained)
+    return reached, None
+
+
+def pairs(ours: Entry, theirs: Entry, rate: float) -> tuple[float, float, float, int] | None:
+    """Paired difference of two contenders at a rate over the seeds that both have; None if there is none.
+
+    Returns:
+        ours - theirs, the ends of its 95 % interval, and the number of requests.
+    """
+    mine = {p.seed: p for p in ours.at(rate)}
+    other = {p.seed: p for p in theirs.at(rate)}
+    seeds = sorted(mine.keys() & other.keys())
+    if not seeds:
+        return None
+    first = [ok for seed in seeds for ok in mine[seed].outcomes]
+    second = [ok for seed in seeds for ok in other[seed].outcomes]
+    return (*paired_difference(first, second), len(first))
+
+
+def rates_of(entries: Sequence[Entry]) -> list[float]:
+    """All rates with a usable point."""
+    return sorted({p.rate for e in entries for p in e.usable})
+
+
+def attainment_table(entries: Sequence[Entry]) -> str:
+    """A row for each rate and contender."""
+    rows = []
+    for rate in rates_of(entries):
+        for entry in entries:
+            points = entry.at(rate)
+            if not points:
+                continue
+            outcomes = [ok for p in points for ok in p.outcomes]
+            predicted = entry.predicted(rate)
+            scores = [p.score() for p in points]
+            # Percentiles of several seeds are shown as the worst of them.
+            ttft = {k: max(s["ttft"].get(k, math.nan) for s in scores) for k in ("p50", "p95", "p99")}
+            tbt = {k: max(s["tbt"].get(k, math.nan) for s in scores) for k in ("p50", "p95", "p99")}
+            rows.append(
+                [
+                    f"{rate:g}",
+                    entry.name,
+                    f"{len(points)}",
+                    f"{len(outcomes)}",
+                    share(sum(outcomes) / len(outcomes)),
+                    interval(wilson(sum(outcomes), len(outcomes))),
+                    "-" if predicted is None else share(predicted),
+                    seconds(ttft, "p50", "p95", "p99"),
+                    seconds(tbt, "p50", "p95", "p99", scale=1e3, digits=0),
+                ]
+            )
+    header = (
+        "Rate",
+        "Contender",
+        "Seeds",
+        "Counted",
+        "Attained, %",
+        "95 %",
+        "Simulated, %",
+        "TTFT P50/P95/P99, s",
+        "TBT P50/P95/P99, ms",
+    )
+    return markdown(header, rows, left=2) if rows else "no valid point"
+
+
+def pairs_table(entries: Sequence[Entry]) -> str:
+    """Each Conflux contender against each other server on the same requests; "" if there is nothing to pair."""
+    rows = []
+    ours = [e for e in entries if e.kind == "conflux"]
+    for rate in rates_of(entries):
+        for entry in ours:
+            for other in entries:
+                # Two of ours are compared once, in the order of the list.
+                if other is entry or (other.kind == "conflux" and entries.index(other) < entries.index(entry)):
+                    continue
+                found = pairs(entry, other, rate)
+                if found is not None:
+                    difference, low, high, count = found
+                    sign = "" if low <= 0 <= high else ("better" if low > 0 else "worse")
+                    rows.append(
+                        [
+                            f"{rate:g}",
+                            entry.name,
+                            other.name,
+                            f"{count}",
+                            f"{100 * difference:+.1f}",
+                            f"[{100 * low:+.1f}, {100 * high:+.1f}]",
+                            sign,
+                        ]
+                    )
+    header = ("Rate", "Contender", "against", "Pairs", "Difference, points", "95 %", "")
+    return markdown(header, rows, left=3) if rows else ""
+
+
+def rates_table(entries: Sequence[Entry], goal: float) -> str:
+    """What each contender carries."""
+    rows = []
+    for entry in entries:
+        reached, knee = largest_rate(entry.points, goal)
+        tried = [p.rate for p in entry.usable]
+        rows.append(
+            [
+                entry.name,
+                f"{reached:g}" if reached else "none",
+                "-" if knee is None else f"{knee:.2f}",
+                ", ".join(f"{rate:g}" for rate in sorted(set(tried))) or "-",
+                f"{sum(p.invalid is not None for p in entry.points)}",
+            ]
+        )
+    header = (
+        "Contender",
+        f"Largest rate with {goal:.0%}",
+        f"{goal:.0%} between rates, at",
+        "Rates measured",
+        "Invalid points",
+    )
+    return markdown(header, rows, left=1)
+
+
+def compare_text(entries: Sequence[Entry], settings: Mapping[str, Any], title: str, short: bool) -> str:
+    """The report.
+
+    Args:
+        entries: contenders.
+        settings: of the folder.
+        title: its first line.
+        short: only the tables that belong on a terminal.
+    """
+    goal = settings["attainment"]
+    slo = settings["slo"]
+    parts = [
+        title,
+        "",
+        f"{settings['workload']}, TTFT {slo['ttft']:g} s, TBT {1e3 * slo['tbt']:g} ms, {settings['seconds']:g} s of "
+        f"arrivals a point ({settings['arrivals']}), first {settings['warm_up']:.0%} of the requests not counted. "
+        f"Intervals of attainment are Wilson's; differences are paired by request, blocks of neighbours bootstrapped.",
+        "",
+    ]
+    said = [f"* {entry.name}, {line}" for entry in entries for line in remarks(entry.points)]
+    if said:
+        parts += [*said, ""]
+    if not short:
+        for entry in entries:
+            parts += [f"## {entry.name}", ""]
+            parts += [f"    {' '.join(command)}" for command in entry.about.get("commands", [])]
+            if entry.about.get("deployment"):
+                parts += ["", f"    {entry.about['deployment']}"]
+            versions = entry.about.get("versions", {})
+            parts += ["", ", ".join(f"{name} {found}" for name, found in versions.items()), ""]
+            if "start_seconds" in entry.about:
+                parts += [f"Started in {entry.about['start_seconds']} s.", ""]
+            parts += [lengths_table(entry.points), ""]
+        parts += ["## All", ""]
+    differences = pairs_table(entries)
+    if differences:
+        parts += [differences, ""]
+    parts += [attainment_table(entries), "", rates_table(entries, goal)]
+    return "\n".join(parts)
