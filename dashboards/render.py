@@ -25,8 +25,10 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.dates import DateFormatter
+from matplotlib.ticker import MaxNLocator
 
 from dashboards.__main__ import DASHBOARDS, path_of
+from dashboards.panels import Dashboard
 
 STEPS = 240
 """Points of a line."""
@@ -72,7 +74,7 @@ def formatted(value: float, unit: str) -> str:
     for scale, name in _SCALES.get(unit, ()):
         if abs(value) >= scale:
             return f"{value / scale:.3g} {name}"
-    return f"{value:.4g}{_SUFFIXES.get(unit, ' ' + unit if unit in _SCALES else '')}"
+    return f"{value:.3g}{_SUFFIXES.get(unit, ' ' + unit if unit in _SCALES else '')}"
 
 
 class Renderer:
@@ -135,7 +137,7 @@ class Renderer:
             for step in defaults["thresholds"]["steps"]:
                 if step["value"] is None or value >= step["value"]:
                     color = _COLORS.get(step["color"], step["color"])
-            size = 20 if len(values) < 3 else 14
+            size = 20 if len(values) < 3 else 13
             text = formatted(value, defaults["unit"])
             axes.text(at, 0.55, text, ha="center", va="center", fontsize=size, color=color, transform=axes.transAxes)
             axes.text(at, 0.12, name, ha="center", va="center", fontsize=9, transform=axes.transAxes)
@@ -178,7 +180,8 @@ class Renderer:
                 color = _COLORS.get(step["color"], step["color"])
                 axes.axhline(step["value"], color=color, linestyle=":", linewidth=1)
         axes.set_xlim(dates[0], dates[-1])
-        axes.xaxis.set_major_formatter(DateFormatter("%H:%M"))
+        axes.xaxis.set_major_formatter(DateFormatter("%H:%M" if span.end - span.start > 600 else "%H:%M:%S"))
+        axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.yaxis.set_major_formatter(lambda value, _: formatted(value, defaults["unit"]))
         axes.tick_params(labelsize=7)
         axes.grid(alpha=0.25)
@@ -189,24 +192,28 @@ class Renderer:
             axes.legend(
                 shown[0][:count],
                 shown[1][:count],
-                fontsize=6.5,
-                ncols=min(3 if panel["gridPos"]["w"] <= 8 else 4, count),
+                fontsize=6.2,
+                ncols=min(4 if panel["gridPos"]["w"] <= 8 else 6, count),
                 loc="upper center",
                 bbox_to_anchor=(0.5, -0.13),
                 frameon=False,
                 handlelength=1.4,
-                columnspacing=1.0,
+                columnspacing=0.9,
+                labelspacing=0.3,
             )
 
 
-def draw_all(url: str, span: Span, folder: Path, rate: str = "1m") -> list[Path]:
-    """Draw every dashboard.
+def draw_all(
+    url: str, span: Span, folder: Path, rate: str = "1m", dashboards: Sequence[Dashboard] = DASHBOARDS
+) -> list[Path]:
+    """Draw dashboards.
 
     Args:
         url: of Prometheus.
         span: the time shown.
         folder: takes `dashboard-NAME.png`.
         rate: for `$__rate_interval`.
+        dashboards: which.
 
     Returns:
         The files written.
@@ -214,7 +221,7 @@ def draw_all(url: str, span: Span, folder: Path, rate: str = "1m") -> list[Path]
     mpl.use("Agg")
     renderer = Renderer(url, span, rate)
     paths = []
-    for dashboard in DASHBOARDS:
+    for dashboard in dashboards:
         path = folder / f"{dashboard.uid.replace('conflux', 'dashboard')}.png"
         renderer.draw(json.loads(path_of(dashboard).read_text()), path)
         paths.append(path)
