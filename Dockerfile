@@ -15,7 +15,7 @@ RUN set -eu; \
     case "$TARGET" in \
       gpu) pip install -r locks/gpu.txt ;; \
       cpu) pip install "$(grep '^torch==' locks/cpu.txt)"; \
-           grep -vE '^(helm-python-sdk|hypothesis|importlib-resources|kubernetes-validate|mypy|pytest|pytest-timeout|ruff)==' locks/cpu.txt > /tmp/lock; \
+           grep -vE '^(grafana-foundation-sdk|helm-python-sdk|hypothesis|kubernetes-validate|mypy|pytest|pytest-timeout|ruff|types-pyyaml)==' locks/cpu.txt > /tmp/lock; \
            pip install --no-deps -r /tmp/lock ;; \
       *) echo "TARGET=$TARGET: no such target; use gpu or cpu" >&2; exit 1 ;; \
     esac
