@@ -17,13 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from conflux_ray.bench.live import plots
 from conflux_ray.bench.live.client import Target
 from conflux_ray.bench.live.contenders import Contender, ContenderError, Site, launches, read, standard
 from conflux_ray.bench.live.machine import gpus as find_gpus
 from conflux_ray.bench.live.machine import machine, versions
 from conflux_ray.bench.live.options import add_load, load_of, settings_of
-from conflux_ray.bench.live.point import Load, run_point, run_trace, write_json
+from conflux_ray.bench.live.point import Load, ended_by_sigterm, run_point, run_trace, write_json
 from conflux_ray.bench.live.predict import hardware_of, predict
 from conflux_ray.bench.live.report import Entry, compare_text
 from conflux_ray.bench.live.server_info import ServerError, vocab_size_of
@@ -318,7 +317,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         store = Store(args.out, settings)
         comparison = Comparison(load, site, store, contenders, args)
         if not args.report:
-            comparison.run()
+            try:
+                with ended_by_sigterm():
+                    comparison.run()
+            except KeyboardInterrupt:
+                comparison.complete = False
+                _say("interrupted; the same command goes on from here")
         hardware = None if args.no_simulation else hardware_of(args.model, found_gpus, args.profile)
         entries = entries_of(store, load, hardware, site.gpus)
     except (ConfigError, ValueError, RuntimeError) as error:
@@ -339,7 +343,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         },
     )
     (args.out / "report.md").write_text(compare_text(entries, settings, title, short=False) + "\n")
-    plots.comparison({e.name: e.points for e in entries}, args.out / "report.png", args.attainment)
+    try:
+        from conflux_ray.bench.live import plots
+    except ImportError as error:  # a machine of GPUs need not have Matplotlib; the folder can be drawn elsewhere
+        _say(f"no figure: {error}")
+    else:
+        plots.comparison({e.name: e.points for e in entries}, args.out / "report.png", args.attainment)
     print(compare_text(entries, settings, title, short=True))
     return 0 if comparison.complete else 1
 

@@ -15,11 +15,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from conflux_ray.bench.live import plots, tables
+from conflux_ray.bench.live import tables
 from conflux_ray.bench.live.client import Endpoint, Target
 from conflux_ray.bench.live.machine import machine, versions
 from conflux_ray.bench.live.options import add_load, load_of, settings_of
-from conflux_ray.bench.live.point import Load, Point, run_point, write_json
+from conflux_ray.bench.live.point import Load, Point, ended_by_sigterm, run_point, write_json
 from conflux_ray.bench.live.search import Found, OutOfTimeError, search
 from conflux_ray.bench.live.server_info import ServerError, model_of
 from conflux_ray.bench.live.store import Store
@@ -128,7 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         store = Store(args.out, settings)
         deadline = began + 60 * args.minutes if args.minutes else None
         bench = Bench(load, target, store, deadline, args.attainment if args.search and not args.whole else None)
-        found, complete = _run(bench, args)
+        with ended_by_sigterm():
+            found, complete = _run(bench, args)
     except (ValueError, ServerError, RuntimeError) as error:
         _say(f"conflux bench serve: {error}")
         return 2
@@ -143,7 +144,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     write_json(args.out / "report.json", document)
     (args.out / "report.md").write_text(text + "\n")
-    plots.overview(points, args.out / "report.png", args.attainment, model.name)
+    try:
+        from conflux_ray.bench.live import plots
+    except ImportError as error:  # the machine of a server need not have Matplotlib
+        _say(f"no figure: {error}")
+    else:
+        plots.overview(points, args.out / "report.png", args.attainment, model.name)
     print(text)
     return 0 if complete and not any(p.invalid for p in points) else 1
 

@@ -12,20 +12,8 @@ mpl.use("Agg")
 import numpy as np
 from matplotlib import pyplot as plt
 
-from conflux_ray.bench.live.point import Point
+from conflux_ray.bench.live.point import Point, pooled
 from conflux_ray.bench.live.score import wilson
-
-
-def pooled(points: Sequence[Point]) -> list[tuple[float, int, int]]:
-    """(rate, compliant, counted) over the seeds of each rate, valid points only."""
-    totals: dict[float, list[int]] = {}
-    for point in points:
-        if not point.invalid and not point.stopped:
-            outcomes = point.outcomes
-            total = totals.setdefault(point.rate, [0, 0])
-            total[0] += sum(outcomes)
-            total[1] += len(outcomes)
-    return [(rate, good, count) for rate, (good, count) in sorted(totals.items())]
 
 
 def attainment(axis: Any, points: Sequence[Point], label: str, color: Any = None) -> None:

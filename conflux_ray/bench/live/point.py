@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -216,6 +219,18 @@ class Point:
         )
 
 
+def pooled(points: Sequence[Point]) -> list[tuple[float, int, int]]:
+    """(rate, compliant, counted) over the seeds of each rate, valid points only."""
+    totals: dict[float, list[int]] = {}
+    for point in points:
+        if not point.invalid and not point.stopped:
+            outcomes = point.outcomes
+            total = totals.setdefault(point.rate, [0, 0])
+            total[0] += sum(outcomes)
+            total[1] += len(outcomes)
+    return [(rate, good, count) for rate, (good, count) in sorted(totals.items())]
+
+
 def jobs_of(trace: Trace, warm_up: int) -> list[Job]:
     """The trace's requests as a client sends them."""
     return [
@@ -246,6 +261,26 @@ def record_of(report: Sequence[Report], jobs: Sequence[Job], start: float) -> tu
             )
         )
     return tuple(records)
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM interrupts like Ctrl-C, so that clients and servers are ended; only in the main thread.
+
+    Programs that run in the background may not get a Ctrl-C at all.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def print_progress(line: str) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from conflux_ray.bench.live.plots import pooled
-from conflux_ray.bench.live.point import Point
+from conflux_ray.bench.live.point import Point, pooled
 from conflux_ray.bench.live.score import paired_difference, wilson
 from conflux_ray.bench.live.tables import interval, lengths_table, markdown, remarks, seconds, share
 

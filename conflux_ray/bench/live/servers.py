@@ -24,6 +24,8 @@ from conflux_ray.bench.live.server_info import ServerError, healthy
 
 STOP_SECONDS = 30.0
 """After SIGTERM, before SIGKILL."""
+LEFT_SECONDS = 5.0
+"""That what a server leaves has to end by itself, before SIGKILL."""
 FREE_SECONDS = 30.0
 """Longest wait for the GPUs' memory once all processes are gone."""
 _FREE_MIB = 2048
@@ -105,15 +107,15 @@ class Servers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.1, deadline - time.monotonic()))
         self._look()
-        _, left = psutil.wait_procs(
-            list(self._members.values()), timeout=max(1.0, min(10.0, deadline - time.monotonic()))
-        )
+        _, left = psutil.wait_procs(list(self._members.values()), timeout=LEFT_SECONDS)
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
         for member in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
         psutil.wait_procs(left, timeout=10)
-        for process in self._processes:
-            process.wait()
         self._processes.clear()
         self._members.clear()
         for folder in self._scratch:
