@@ -128,6 +128,15 @@ class TestParsing:
         assert message.startswith("planner={'policy': 'slo'}: unknown key")
         assert "model, instance, slo, scheduler, limits, ingress" in message
 
+    def test_slo_classes_have_names_that_metrics_can_carry(self):
+        config = parse({"model": {"path": "m"}, "slo": {"classes": {"chat": {"ttft_s": 1, "tbt_s": 0.05}}}})
+        assert config.slo.classes["chat"].tbt_s == 0.05
+        for name in ("default", "Chat", "", "a b", "x" * 33):
+            message = refusal({"model": {"path": "m"}, "slo": {"classes": {name: {"ttft_s": 1, "tbt_s": 0.05}}}})
+            assert message.startswith(f"slo.classes.{name}: a class is named by")
+        many = {f"class-{i}": {"ttft_s": 1, "tbt_s": 0.05} for i in range(17)}
+        assert "at most 16" in refusal({"model": {"path": "m"}, "slo": {"classes": many}})
+
     def test_every_wrong_field_has_its_own_line(self):
         message = refusal(
             {"model": {"path": "m"}, "instance": {"sp_degree": 0, "block_sise": 8}, "slo": {"ttft_s": -1.0}}
@@ -151,6 +160,7 @@ class TestParsing:
             ("model", "dtype", "float8", "'auto', 'float32', 'bfloat16' or 'float16'"),
             ("model", "max_model_len", 1, "greater than or equal to 2"),
             ("slo", "tbt_s", 0, "greater than 0"),
+            ("slo", "objective", 1, "less than 1"),
             ("scheduler", "policy", "edf", "'slo', 'fcfs', 'srpt' or 'plain'"),
             ("scheduler", "kv_threshold", 2, "less than or equal to 1"),
             ("limits", "max_body_bytes", 1, "greater than or equal to 1024"),

@@ -2,9 +2,9 @@
 
     python -m tests.metrics.picture --minutes 5 --out docs/img
 
-First the README's deployment, SmolLM2 on three ranks, with two more SLO classes and load that goes up and down: *Goodput*
-and *Instances and ranks*. Then two instances of a tiny model, of which one is killed on the way: *Router and lifecycle*.
-Nothing else should run meanwhile.
+First the README's deployment, SmolLM2 on three ranks, with two more SLO classes and load that goes up and down:
+*Goodput* and *Instances and ranks*. Then two instances of a tiny model, of which one is killed on the way: *Router and
+lifecycle*. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations

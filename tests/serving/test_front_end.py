@@ -250,7 +250,8 @@ def test_a_client_that_leaves_frees_its_request(server, engine, stream):
         connection.sendall(body.encode())
         until(lambda: engine.running)
     until(lambda: not engine.running, seconds=2)
-    until(lambda: f'vllm:num_requests_running{{engine="0",model_name="{MODEL}"}} 0.0' in server.metrics(), seconds=5)
+    labels = f'engine="0",model_name="{MODEL}",replica="ingress-test"'
+    until(lambda: f"vllm:num_requests_running{{{labels}}} 0.0" in server.metrics(), seconds=5)
 
 
 @pytest.mark.parametrize("body", ["[]", "null", '"x"', "{broken", "", "7", '{"model": 7}'])
@@ -309,9 +310,10 @@ def test_unknown_models_get_404_and_no_metric_series(server, engine, client):
     with pytest.raises(openai.NotFoundError):
         complete(client, model="warm-up")
     before = series()
-    for i in range(20):
-        with pytest.raises(openai.NotFoundError):
-            complete(client, model=f"unknown-{i}")
+    with httpx.Client(base_url=server.url) as http:
+        for i in range(1000):
+            answer = http.post("/v1/completions", json={"model": f"unknown-{i}", "prompt": PROMPT})
+            assert answer.status_code == 404
     assert series() == before
 
 
@@ -388,6 +390,55 @@ def test_vllm_s_metrics_are_there(server, engine, client):
     names = set(re.findall(r"^# TYPE (vllm:\w+)", server.metrics(), re.MULTILINE))
     assert len(names) >= 60
     assert "vllm:time_to_first_token_seconds" in names
+
+
+def counts(server) -> dict[str, float]:
+    """Requests by outcome, goodput and misses of all classes."""
+    found: dict[str, float] = {}
+    for name, labels, value in re.findall(r"^(conflux_\w+_total)\{(.*)\} (\S+)$", server.metrics(), re.MULTILINE):
+        outcome = re.search(r'(?:outcome|kind)="(\w+)"', labels)
+        key = f"{name.removeprefix('conflux_')} {outcome[1]}" if outcome else name.removeprefix("conflux_")
+        found[key] = found.get(key, 0) + float(value)
+    return found
+
+
+def changed(server, before: dict[str, float]) -> dict[str, float]:
+    """What has been counted since, tokens and the router's own counters aside."""
+    names = ("requests_total", "goodput_requests_total", "slo_misses_total", "migrations_total")
+    return {k: v - before[k] for k, v in counts(server).items() if v != before[k] and k.startswith(names)}
+
+
+def test_a_request_of_several_choices_counts_once_and_all_its_tokens_do(server, engine, client):
+    before = counts(server)
+    complete(client, n=3, max_tokens=5, temperature=1)
+    assert changed(server, before) == {"requests_total completed": 1, "goodput_requests_total": 1}
+    assert counts(server)["output_tokens_total"] - before["output_tokens_total"] == 15
+
+
+def test_promises_in_headers_and_bodies_decide_what_is_goodput(server, engine, client):
+    before = counts(server)
+    complete(client, extra_headers={"x-conflux-ttft-ms": "0.001"})
+    complete(client, extra_headers={"x-conflux-slo-class": "chat", "x-conflux-ttft-ms": "60000"})
+    complete(client, extra_body={"vllm_xargs": {"ttft_ms": 0.001}})
+    result = changed(server, before)
+    assert result["slo_misses_total ttft"] == 2
+    assert result["requests_total completed"] == 3
+    assert f'conflux_requests_total{{model="{MODEL}",outcome="completed",replica="ingress-test",slo_class="chat"}}' in (
+        server.metrics()
+    )
+
+
+def test_wrong_requests_and_those_nobody_serves_are_told_apart(server, engine, client):
+    before = counts(server)
+    with pytest.raises(openai.NotFoundError):
+        complete(client, model="nobody")
+    server.use()
+    assert httpx.post(f"{server.url}/v1/completions", json={"model": MODEL, "prompt": PROMPT}).status_code == 503
+    assert changed(server, before) == {
+        "requests_total invalid": 1,
+        "requests_total unavailable": 1,
+        "slo_misses_total unavailable": 1,
+    }
 
 
 def test_the_constructor_that_ours_replaces_is_the_one_it_was_written_against(server):
