@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import subprocess
 import sys
 import time
@@ -59,6 +58,7 @@ def ray_command(*arguments: str) -> bool:
     """Run `ray ARGUMENTS` of this installation; returns whether it succeeded."""
     ray = str(Path(sys.executable).with_name("ray"))
     try:
+        # A process of its own: without a cluster to answer it, Ray takes long, and may end the process that asked.
         done = subprocess.run([ray, *arguments], capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         logger.warning("ray %s: no answer within %.0f s", arguments[0], _COMMAND_SECONDS)
@@ -68,27 +68,23 @@ def ray_command(*arguments: str) -> bool:
     return done.returncode == 0
 
 
-def this_node() -> str:
-    """Id of the Ray node of this machine.
-
-    Raises:
-        ConnectionError: there is none, or its cluster does not answer.
-    """
-    import ray
-
-    try:
-        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-        return ray.get_runtime_context().get_node_id()
-    finally:
-        ray.shutdown()
+def this_node() -> str | None:
+    """Id of the Ray node of this pod, None where there is none. Its process tells, with or without a cluster."""
+    for process in psutil.process_iter(["cmdline"]):
+        program, *arguments = process.info["cmdline"] or ("",)
+        if Path(program).name == "raylet":
+            for argument in arguments:
+                name, _, value = argument.partition("=")
+                if name == "--node_id":
+                    return value
+    return None
 
 
 def announce(grace: float) -> bool:
     """Tell the cluster that this node goes within `grace` seconds; returns whether it heard."""
-    try:
-        node = this_node()
-    except Exception as error:  # whatever is wrong with the cluster, the pod has to end
-        logger.warning("could not reach the Ray cluster (%r)", error)
+    node = this_node()
+    if node is None:
+        logger.warning("no raylet runs here; nobody to tell")
         return False
     return ray_command(
         "drain-node",
@@ -153,7 +149,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=8000, help="HTTP port of this node")
     args = parser.parse_args(argv)
     configure_logs()
-    os.environ.setdefault("RAY_ADDRESS", "auto")
     done = leave(args.grace, args.port)
     logger.info("no stream is left on this node" if done else "some streams have not ended; they are cut")
     return 0 if done else 1

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from conflux_ray.cluster import leave as leave_module
@@ -88,10 +92,46 @@ def test_the_deadline_leaves_ray_serve_time_for_its_graceful_stop(monkeypatch: p
     assert "--deadline-remaining-seconds=660" in arguments
 
 
-def test_a_cluster_out_of_reach_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def refuse() -> str:
-        raise ConnectionError("no cluster")
-
-    monkeypatch.setattr(leave_module, "this_node", refuse)
-    monkeypatch.setattr(leave_module.logger, "propagate", True)
+def test_a_cluster_out_of_reach_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leave_module, "this_node", lambda: None)
     assert not leave_module.announce(690)
+
+
+def test_a_command_that_fails_or_hangs_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ray = tmp_path / "ray"
+    monkeypatch.setattr(leave_module.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(leave_module, "_COMMAND_SECONDS", 0.5)
+    for script, succeeds in (("exit 0", True), ("echo no >&2; exit 1", False), ("exec sleep 60", False)):
+        ray.write_text(f"#!/bin/sh\n{script}\n")
+        ray.chmod(0o755)
+        assert leave_module.ray_command("health-check") is succeeds
+
+
+@pytest.mark.heavy
+def test_ray_has_the_command_that_it_is_told_with() -> None:
+    """`ray drain-node` is hidden, and Ray promises nothing about it."""
+    ray = Path(sys.executable).with_name("ray")
+    text = subprocess.run([ray, "drain-node", "--help"], capture_output=True, text=True, check=True).stdout
+    for part in ("--node-id", "--reason ", "PREEMPTION", "--reason-message", "--deadline-remaining-seconds"):
+        assert part in text, part
+
+
+def test_the_node_and_its_replicas_are_found_by_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Process:
+        def __init__(self, pid: int, *cmdline: str) -> None:
+            self.pid = pid
+            self.info = {"cmdline": list(cmdline)}
+
+    processes = [
+        Process(1, "/bin/bash", "-c", "ray start"),
+        Process(2, "/x/ray/core/src/ray/raylet/raylet", "--node_manager_port=0", "--node_id=ab12"),
+        Process(3, "ray::IDLE"),
+        Process(4, "ray::ServeReplica:conflux:instance"),
+        Process(5, "ray::HAProxyManager"),
+        Process(6),  # a kernel thread, or one that has just ended
+    ]
+    monkeypatch.setattr(leave_module.psutil, "process_iter", lambda attributes: iter(processes))
+    assert leave_module.this_node() == "ab12"
+    assert leave_module.serving_here() == [4, 5]
+    del processes[1]
+    assert leave_module.this_node() is None

@@ -8,6 +8,7 @@ import httpx
 import pytest
 import yaml
 
+from conflux_ray.cluster import leave
 from conflux_ray.config import ConfluxConfig, check_model, parse
 from conflux_ray.models import store
 from conflux_ray.models.tiny import TinyModel
@@ -63,3 +64,8 @@ def test_the_cpu_values_start_and_answer(tmp_path: Path) -> None:
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 8
+        # What a pod's preStop hook waits for goes by these names.
+        titles = [" ".join(process.cmdline()) for process in server.descendants()]
+        for title in ("ray::ServeReplica:conflux:ingress", "ray::ServeReplica:conflux:instance", "ray::HAProxyManager"):
+            assert any(running_title.startswith(title) for running_title in titles), title
+            assert title.startswith(leave.SERVING)
