@@ -187,8 +187,10 @@ def test_the_simulator_has_a_system_for_each() -> None:
     assert found["vllm-tp2-priority-2048"] == ("chunked++", {"tp": 2, "budget": 2048}, 2)
     assert found["vllm-2x-2048"] == ("data-parallel", {"tp": 1, "budget": 2048}, 2)
     assert simulated(Contender("p", "conflux", "plain"), 2) is None
-    hardware = hardware_of("qwen3-14b-shape", [{"name": "NVIDIA H200"}])
+    hardware = hardware_of("qwen3-14b-shape", 2 * [{"name": "NVIDIA H200"}])
     assert hardware is not None
+    assert not hardware.latency(2, 1).name.startswith("stated:")  # the shipped profile
+    assert hardware.latency(1, 2).name.startswith("stated:")
     assert hardware_of("tiny-llama", [{"name": "NVIDIA H200"}]) is None
     assert hardware_of("qwen3-14b-shape", []) is None
     load = Load(Workload.from_table("toolagent", 32768), Slo(), seconds=10.0)

@@ -8,6 +8,7 @@ from typing import Any
 
 from conflux_ray.bench.live.contenders import Contender, simulated
 from conflux_ray.bench.live.point import Load
+from conflux_ray.profiling.registry import gpu_slug, shipped_profile
 from conflux_ray.simulator.deployment import Deployment
 from conflux_ray.simulator.hardware import DEVICES, MODELS, Hardware, MeasuredHardware, StatedHardware
 from conflux_ray.simulator.run import Setup, simulate
@@ -25,7 +26,7 @@ def hardware_of(model: str, gpus: Sequence[dict[str, str]], profiles: Sequence[P
     Args:
         model: its name or folder.
         gpus: as `machine.gpus` lists them.
-        profiles: measured ones that take the place of stated figures.
+        profiles: measured ones that take the place of stated figures; none: those that are shipped for this machine.
 
     Raises:
         ValueError: a profile cannot be used.
@@ -37,6 +38,10 @@ def hardware_of(model: str, gpus: Sequence[dict[str, str]], profiles: Sequence[P
     if shape is None or device is None:
         return None
     stated = StatedHardware(shape, device)
+    if not profiles:
+        layouts = [(ranks, tp) for ranks in (1, 2, 4, 8) for tp in (1, 2, 4, 8) if ranks * tp == len(gpus)]
+        found = [shipped_profile(model, gpu_slug(gpus[0]["name"]), ranks, tp) for ranks, tp in layouts]
+        profiles = [path for path in found if path is not None]
     return MeasuredHardware.load(stated, profiles) if profiles else stated
 
 
