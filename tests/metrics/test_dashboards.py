@@ -106,7 +106,7 @@ def promtool(*arguments: str | Path) -> None:
     program = shutil.which("promtool")
     if program is None:
         pytest.skip("promtool is missing; `make prometheus` installs it as root on Debian")
-    result = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
