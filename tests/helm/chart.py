@@ -25,7 +25,6 @@ EVERYTHING: dict[str, Any] = {
         "redisAddress": "redis:6379",
         "passwordSecretName": "redis",
         "username": "ray",
-        "externalStorageNamespace": "here",
     },
     "auth": {"secretName": "token"},
     "autoscaler": {"enabled": True},

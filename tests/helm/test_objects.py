@@ -212,6 +212,13 @@ def test_keys_and_tokens_come_from_secrets() -> None:
     assert "value" not in redis["redisPassword"]
 
 
+def test_one_cluster_may_have_a_state_of_a_given_name() -> None:
+    given = {"enabled": True, "redisAddress": "redis:6379", "externalStorageNamespace": "mine"}
+    found = render(merged(at("gcsFaultTolerance", given), at("upgrade.strategy", "None")))
+    options = one(found, "RayService")["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
+    assert options == {"backend": "redis", "redisAddress": "redis:6379", "externalStorageNamespace": "mine"}
+
+
 def test_without_secrets_none_is_asked_for() -> None:
     found = objects("values.yaml")
     assert "api_key_file" not in serve_config(found)["applications"][0]["args"]["ingress"]

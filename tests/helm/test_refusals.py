@@ -43,7 +43,7 @@ def refusal(values: dict[str, Any]) -> str:
         ("service.port", 80, "at '/service/port': minimum: got 80, want 1,024"),
         ("modelCache.size", "200GB", "at '/modelCache/size': '200GB' does not match pattern"),
         ("modelCache.accessModes", [], "at '/modelCache/accessModes': minItems: got 0, want 1"),
-        ("head.rayStartParams", {"num-cpus": "4"}, "at '/head/rayStartParams': 'not' failed"),
+        ("head.rayStartParams", {"port": 6379}, "at '/head/rayStartParams/port': got number, want string"),
         ("workerGroups.gpu.cpu", "8", "at '/workerGroups/gpu/cpu': got string, want integer"),
         ("workerGroups.gpu.gpu", 2, "additional properties 'gpu' not allowed"),
         (
@@ -161,6 +161,23 @@ NONE = at("workerGroups.gpu.enabled", False)
             'conflux.ingress.api_key_file="/keys": apiKeys.secretName="keys" mounts the keys and names their file',
         ),
         (at("gcsFaultTolerance.enabled", True), 'gcsFaultTolerance.redisAddress="": Ray\'s state needs a Redis'),
+        (
+            at("gcsFaultTolerance", {"enabled": True, "redisAddress": "r:1", "externalStorageNamespace": "one"}),
+            'gcsFaultTolerance.externalStorageNamespace="one": the two clusters of an upgrade would write the same',
+        ),
+        (at("head.rayStartParams.num-cpus", "4"), "head.rayStartParams.num-cpus: follows from the pod's resources"),
+        (
+            at("workerDefaults.rayStartParams.object-store-memory", "4"),
+            "workerGroups.gpu.rayStartParams.object-store-memory: follows from the pod's resources",
+        ),
+        (
+            at("workerGroups.gpu.sharedMemory", "512Mi"),
+            "workerGroups.gpu.sharedMemory=512Mi: Ray's object store lies in it, objectStoreMemory=1024 MiB; raise it",
+        ),
+        (
+            at("objectStoreMemory", 1 << 32),
+            "head.sharedMemory=2Gi: Ray's object store lies in it, objectStoreMemory=4096",
+        ),
         (at("fullnameOverride", "x" * 48), "KubeRay needs a name of at most 47 lower-case letters"),
         (at("fullnameOverride", "3b"), 'fullnameOverride="3b": KubeRay needs a name'),
     ],

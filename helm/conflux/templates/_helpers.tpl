@@ -63,6 +63,17 @@ applications:
 {{- toYaml $groups -}}
 {{- end -}}
 
+{{/* A quantity like 16Gi in MiB; 0 for one without a binary unit. */}}
+{{- define "conflux.mebibytes" -}}
+{{- $units := dict "Ki" 0.0009765625 "Mi" 1.0 "Gi" 1024.0 "Ti" 1048576.0 -}}
+{{- $unit := regexFind "[KMGT]i$" . -}}
+{{- if $unit -}}
+{{- mulf (trimSuffix $unit . | float64) (get $units $unit) | floor | int64 -}}
+{{- else -}}
+0
+{{- end -}}
+{{- end -}}
+
 {{/* Seconds that a pod's preStop may take: what is left for Ray to stop is 30. */}}
 {{- define "conflux.preStopSeconds" -}}
 {{- sub (int .Values.drain.terminationGracePeriodSeconds) 30 -}}

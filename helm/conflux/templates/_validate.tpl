@@ -96,6 +96,26 @@ and remedy.
 {{- if and .Values.gcsFaultTolerance.enabled (not .Values.gcsFaultTolerance.redisAddress) -}}
 {{- $errors = append $errors "gcsFaultTolerance.redisAddress=\"\": Ray's state needs a Redis; give its host:port, or turn gcsFaultTolerance.enabled off" -}}
 {{- end -}}
+{{- if and .Values.gcsFaultTolerance.externalStorageNamespace (ne .Values.upgrade.strategy "None") -}}
+{{- $errors = append $errors (printf "gcsFaultTolerance.externalStorageNamespace=%q: the two clusters of an upgrade would write the same state; leave it empty, or set upgrade.strategy to None" .Values.gcsFaultTolerance.externalStorageNamespace) -}}
+{{- end -}}
+
+{{- $pods := dict "head" .Values.head -}}
+{{- range $group, $it := $groups -}}
+{{- $_ := set $pods (printf "workerGroups.%s" $group) $it -}}
+{{- end -}}
+{{- $store := div (int64 .Values.objectStoreMemory) 1048576 -}}
+{{- range $pod, $it := $pods -}}
+{{- range $key := list "num-cpus" "num-gpus" "object-store-memory" -}}
+{{- if hasKey (default (dict) $it.rayStartParams) $key -}}
+{{- $errors = append $errors (printf "%s.rayStartParams.%s: follows from the pod's resources and objectStoreMemory; remove it" $pod $key) -}}
+{{- end -}}
+{{- end -}}
+{{- $memory := int64 (include "conflux.mebibytes" (default "" $it.sharedMemory)) -}}
+{{- if and (gt $memory 0) (lt $memory $store) -}}
+{{- $errors = append $errors (printf "%s.sharedMemory=%s: Ray's object store lies in it, objectStoreMemory=%d MiB; raise it" $pod $it.sharedMemory $store) -}}
+{{- end -}}
+{{- end -}}
 {{- if $errors -}}
 {{- fail (printf "\n\nThese values cannot be served:\n  - %s\n" (join "\n  - " $errors)) -}}
 {{- end -}}
