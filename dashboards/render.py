@@ -34,6 +34,7 @@ STEPS = 240
 """Points of a line."""
 
 MAX_LEGEND = 12
+_LEGEND_COLUMNS = {6: 2, 8: 4, 12: 6}  # by the width of a panel
 _ROW_HEIGHT = 0.36  # inches of one unit of the grid
 _COLORS = {"green": "#3a8f4d", "yellow": "#d9a400", "orange": "#e07b1f", "red": "#c4302b"}
 _SCALES = {"s": [(1.0, "s"), (1e-3, "ms"), (1e-6, "us")], "bytes": [(2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")]}
@@ -74,7 +75,8 @@ def formatted(value: float, unit: str) -> str:
     for scale, name in _SCALES.get(unit, ()):
         if abs(value) >= scale:
             return f"{value / scale:.3g} {name}"
-    return f"{value:.3g}{_SUFFIXES.get(unit, ' ' + unit if unit in _SCALES else '')}"
+    number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{number}{_SUFFIXES.get(unit, ' ' + unit if unit in _SCALES else '')}"
 
 
 class Renderer:
@@ -193,7 +195,7 @@ class Renderer:
                 shown[0][:count],
                 shown[1][:count],
                 fontsize=6.2,
-                ncols=min(4 if panel["gridPos"]["w"] <= 8 else 6, count),
+                ncols=min(_LEGEND_COLUMNS[panel["gridPos"]["w"]], count),
                 loc="upper center",
                 bbox_to_anchor=(0.5, -0.13),
                 frameon=False,

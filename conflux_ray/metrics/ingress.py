@@ -72,7 +72,7 @@ class ChoiceRecord:
         meter: of its class.
     """
 
-    __slots__ = ("_last", "_meter", "ended_as", "first_due", "miss", "tbt", "tokens")
+    __slots__ = ("_last", "_meter", "done", "ended_as", "first_due", "miss", "tbt", "tokens")
 
     def __init__(self, arrival: float, slo: Slo, meter: _ClassMeter) -> None:
         self._meter = meter
@@ -80,6 +80,7 @@ class ChoiceRecord:
         self.first_due = arrival + slo.ttft_s
         self.tbt = slo.tbt_s
         self.tokens = 0
+        self.done = False
         self.miss: str | None = None  # of `definitions.MISSES`, the first one
         self.ended_as: str | None = None  # of `definitions.OUTCOMES`, if it did not end well
 
@@ -101,7 +102,8 @@ class ChoiceRecord:
         self._last = now
 
     def ended(self, reason: FinishReason) -> None:
-        """Take why it ended, if that was no ordinary end."""
+        """No token follows, for this reason."""
+        self.done = True
         self.ended_as = _FINISHED_AS.get(reason)
 
 
@@ -219,7 +221,7 @@ class IngressMetrics:
     def _late(record: RequestRecord, now: float) -> bool:
         if not record.choices:
             return now > record.arrival + record.slo.ttft_s
-        return any(now > choice.due for choice in record.choices)
+        return any(now > choice.due for choice in record.choices if not choice.done)
 
     # Router
 

@@ -35,7 +35,7 @@ from tests.metrics import prometheus
 from tests.metrics.load import Clients, Job
 
 CLASSES = {
-    "chat": {"ttft_s": 1.0, "tbt_s": 0.2},
+    "chat": {"ttft_s": 2.0, "tbt_s": 0.3},
     "batch": {"ttft_s": 10.0, "tbt_s": 1.0},
 }
 
@@ -66,10 +66,10 @@ class Run:
 def runs() -> tuple[Run, ...]:
     """What is drawn from what."""
     tiny = {"path": str(store.model_dir("tiny-llama")), "served_model_name": "tiny-llama"}
-    one = ((0.3, 2), (0.5, 5), (0.75, 12), (1.0, 3))
+    one = ((0.3, 1), (0.5, 3), (0.75, 8), (1.0, 2))
     two = ((0.25, 4), (0.45, 10), (0.6, 28), (1.0, 6))
     return (
-        Run("conflux.yaml", {"slo": {"classes": CLASSES}}, 1, one, 600, False, (GOODPUT, INSTANCES)),
+        Run("conflux.yaml", {"slo": {"classes": CLASSES}}, 1, one, 400, False, (GOODPUT, INSTANCES)),
         Run(
             "two-instances.yaml",
             {"slo": {"classes": CLASSES}, "model": tiny, "instance": {"sp_degree": 2}},

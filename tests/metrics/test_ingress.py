@@ -155,6 +155,16 @@ def test_a_client_that_leaves_counts_only_if_it_waited_too_long(tokens: list[flo
     assert ingress.end(record) == ("aborted", miss)
 
 
+def test_a_choice_that_has_ended_is_not_late_when_the_client_leaves_during_another() -> None:
+    ingress = Ingress()
+    record = ingress.request([1.0], choices=2)
+    record.choices[0].ended(FinishReason.STOP)
+    ingress.clock.now = 104.0
+    record.choices[1].tokens = 10  # its next token is due at 107
+    record.left = True
+    assert ingress.end(record) == ("aborted", "")
+
+
 def test_other_paths_do_not_count() -> None:
     ingress = Ingress()
     record = ingress.metrics.arrived("/tokenize")
