@@ -193,7 +193,7 @@ def entries_of(store: Store, load: Load | None, hardware: Hardware | None, gpus:
         entries.append(entry)
     if predictions:
         write_json(kept, predictions)
-    return sorted(entries, key=lambda e: (e.kind != "conflux", e.name))
+    return sorted(entries, key=lambda e: (e.kind != "conflux", not e.name.startswith("conflux-slo"), e.name))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -323,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             except KeyboardInterrupt:
                 comparison.complete = False
                 _say("interrupted; the same command goes on from here")
-        hardware = None if args.no_simulation else hardware_of(args.model, found_gpus, args.profile)
+        hardware = None if args.no_simulation else hardware_of(args.model, found_gpus[: site.gpus], args.profile)
         entries = entries_of(store, load, hardware, site.gpus)
     except (ConfigError, ValueError, RuntimeError) as error:
         _say(f"conflux bench compare: {error}")

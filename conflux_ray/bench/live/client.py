@@ -108,12 +108,14 @@ class Sent:
         replica: index into the target's urls.
         lag: how long after its arrival time the client began to send it, seconds.
         reply: what came back.
+        checked: tokens that are known to have been on time.
     """
 
     job: Job
     replica: int
     lag: float
     reply: Reply
+    checked: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +241,7 @@ class Client:
         self._sent: list[Sent] = []
         self._running: dict[int, tuple[Sent, StreamProtocol]] = {}
         self._missed: set[int] = set()
+        self._counted_missed = 0
         self._done = 0
         self._tokens = 0
 
@@ -305,14 +308,22 @@ class Client:
             self._done += 1
             self._tokens += len(reply.times)
             if reply.fault(job.prompt_tokens, job.output_tokens) is not None or self._is_late(sent, self._clock()):
-                self._missed.add(job.index)
+                self._miss(job)
+
+    def _miss(self, job: Job) -> None:
+        if job.index not in self._missed:
+            self._missed.add(job.index)
+            self._counted_missed += job.counted
 
     def _is_late(self, sent: Sent, now: float) -> bool:
         """Whether a token was late, or is late by now."""
         arrival = self._board.start + sent.job.arrival
         times = sent.reply.times
-        if any(when > self._slo.deadline(arrival, i) for i, when in enumerate(times, start=1)):
-            return True
+        # Only what is new: to look at every token again and again would make the client late itself.
+        while sent.checked < len(times):
+            if times[sent.checked] > self._slo.deadline(arrival, sent.checked + 1):
+                return True
+            sent.checked += 1
         return len(times) < sent.job.output_tokens and now > self._slo.deadline(arrival, len(times) + 1)
 
     async def _tick(self, start: float, ticks: list[float]) -> None:
@@ -331,19 +342,18 @@ class Client:
     def _look(self, now: float) -> None:
         for index, (sent, _) in self._running.items():
             if index not in self._missed and self._is_late(sent, now):
-                self._missed.add(index)
+                self._miss(sent.job)
 
     def _publish(self, late: float = 0.0) -> None:
         to_come = len(self._jobs) - len(self._sent)
         running = sum(index not in self._missed for index in self._running)
-        counted = sum(sent.job.counted and sent.job.index in self._missed for sent in self._sent)
         tokens = self._tokens + sum(len(sent.reply.times) for sent, _ in self._running.values())
         self._board.put(
             self._number,
             sent=len(self._sent),
             done=self._done,
             missed=len(self._missed),
-            counted_missed=counted,
+            counted_missed=self._counted_missed,
             hopeful=to_come + running,
             tokens=tokens,
             late=late,
