@@ -38,7 +38,8 @@ ENV PATH=/opt/conflux/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     VLLM_NO_USAGE_STATS=1 \
-    RAY_USAGE_STATS_ENABLED=0
+    RAY_USAGE_STATS_ENABLED=0 \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 1000:1000
 WORKDIR /home/conflux
 # Fails where a library of the image is missing, rather than in the cluster.
