@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import yaml
 
-START_SECONDS = 240.0
+START_SECONDS = 600.0
 STOP_SECONDS = 60.0
 
 
