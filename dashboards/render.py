@@ -28,14 +28,13 @@ from matplotlib.dates import DateFormatter
 from matplotlib.ticker import MaxNLocator
 
 from dashboards.__main__ import DASHBOARDS, path_of
-from dashboards.panels import Dashboard
 
 STEPS = 240
 """Points of a line."""
 
 MAX_LEGEND = 12
 _LEGEND_COLUMNS = {6: 2, 8: 4, 12: 6}  # by the width of a panel
-_ROW_HEIGHT = 0.36  # inches of one unit of the grid
+_ROW_HEIGHT, _HEAD = 0.36, 0.8  # inches of one unit of the grid, and of the title
 _COLORS = {"green": "#3a8f4d", "yellow": "#d9a400", "orange": "#e07b1f", "red": "#c4302b"}
 _SCALES = {"s": [(1.0, "s"), (1e-3, "ms"), (1e-6, "us")], "bytes": [(2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")]}
 _SCALES["Bps"] = [(2**30, "GiB/s"), (2**20, "MiB/s"), (2**10, "KiB/s")]
@@ -98,8 +97,9 @@ class Renderer:
         """Draw a dashboard, as its JSON has it, into a PNG."""
         panels = [panel for panel in board["panels"] if panel["type"] != "row"]
         height = max(p["gridPos"]["y"] + p["gridPos"]["h"] for p in board["panels"])
-        figure = plt.figure(figsize=(17, height * _ROW_HEIGHT + 0.8))
-        scale = height * _ROW_HEIGHT / (height * _ROW_HEIGHT + 0.8)
+        tall_inches = height * _ROW_HEIGHT + _HEAD
+        figure = plt.figure(figsize=(17, tall_inches))
+        scale = 1 - _HEAD / tall_inches
         figure.text(0.01, 1 - (1 - scale) * 0.6, board["title"], fontsize=17, weight="bold", va="center")
         for panel in board["panels"]:
             at = panel["gridPos"]
@@ -116,7 +116,7 @@ class Renderer:
             axes = figure.add_axes(box)
             axes.set_title(panel["title"], fontsize=10, loc="left", pad=5)
             (self._stat if panel["type"] == "stat" else self._lines)(axes, panel)
-        figure.savefig(path, dpi=75)
+        figure.savefig(path, dpi=75, bbox_inches="tight", pad_inches=0.1)  # legends may hang out below
         plt.close(figure)
 
     def _filled(self, expression: str) -> str:
@@ -205,17 +205,14 @@ class Renderer:
             )
 
 
-def draw_all(
-    url: str, span: Span, folder: Path, rate: str = "1m", dashboards: Sequence[Dashboard] = DASHBOARDS
-) -> list[Path]:
-    """Draw dashboards.
+def draw_all(url: str, span: Span, folder: Path, rate: str = "1m") -> list[Path]:
+    """Draw every dashboard.
 
     Args:
         url: of Prometheus.
         span: the time shown.
         folder: takes `dashboard-NAME.png`.
         rate: for `$__rate_interval`.
-        dashboards: which.
 
     Returns:
         The files written.
@@ -223,7 +220,7 @@ def draw_all(
     mpl.use("Agg")
     renderer = Renderer(url, span, rate)
     paths = []
-    for dashboard in dashboards:
+    for dashboard in DASHBOARDS:
         path = folder / f"{dashboard.uid.replace('conflux', 'dashboard')}.png"
         renderer.draw(json.loads(path_of(dashboard).read_text()), path)
         paths.append(path)

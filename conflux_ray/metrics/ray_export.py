@@ -3,7 +3,8 @@
 Ray's metrics API costs some 6 us a call, so nothing calls it for a token or an iteration. Counters go through Ray's
 counters, as the increase since the last time. Histograms do not go through Ray's histograms: its agent rebuilds them
 from bucket midpoints, observation by observation, so that sums are wrong and a busy ingress would keep it busy. They
-go out as the series a histogram consists of (`_bucket` with `le`, `_sum`, `_count`), which every query reads alike.
+go out as the series a histogram consists of (`_bucket` with `le`, `_sum`, `_count`), which every query reads alike. The
+price: a scrape while the agent takes new values in sees buckets of two moments.
 """
 
 from __future__ import annotations
