@@ -71,8 +71,9 @@ _RIVAL = (
     "paper ran three code bases; and the workload's correlations are a surrogate's"
 )
 _LONG = (
-    "some prompts below this model's length cap of 131,072 tokens take longer than its TTFT by themselves, and the "
-    "head of an FCFS queue waits while the KV transfer of its last chunk does not fit into its TBT"
+    "some prompts below this model's length cap of 131,072 tokens take longer than its TTFT of 1 s by themselves, "
+    "and whatever waits behind one of them in FCFS order is late too: attainment falls slowly with the rate and "
+    "crosses 95 % where the luck of the draw has it"
 )
 _MEMORY = (
     "Conflux holds a third less KV on these GPUs than tensor parallelism, and long outputs make KV the limit; with the "

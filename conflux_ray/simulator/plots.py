@@ -82,7 +82,7 @@ def components(results: Results, path: Path) -> None:
         axes[0, 0].bar([k + offset for k in range(len(rows))], heights, 0.4, label=f"{tbt:g} ms")
         axes[0, 0].set_xticks(range(len(rows)), [str(row["system"]) for row in rows], rotation=20, fontsize=8)
     axes[0, 0].set(title="Table 2: prefill throughput", ylabel="requests/s")
-    axes[0, 0].legend()
+    axes[0, 0].legend(loc="lower right")
     for prompt, offset in ((8192, -0.2), (32768, 0.2)):
         rows = [row for row in results.tables["fig13"] if row["prompt"] == prompt]
         heights = [float(row["normalised"]) for row in rows]

@@ -115,6 +115,7 @@ def test_figures_write_page_images_and_tables(tmp_path: Path):
     page = (tmp_path / "reproduction.md").read_text()
     assert "| Fig. 15a | even dispatch over waterfill: shared-linear latency | 1.32 |" in page
     assert "not run" in page  # no goodput was asked for
+    assert "Made by `conflux figures --only`" in page  # no folder of this machine
     for image in ("scaling.png", "components.png"):
         assert (tmp_path / "img" / "reproduction" / image).stat().st_size > 10_000
     assert (tmp_path / "data" / "reproduction" / "fig13.csv").read_text().startswith("prompt,variant,ms,normalised")

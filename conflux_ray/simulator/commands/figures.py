@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,9 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of the page")
     parser.add_argument("--traces", type=Path, default=Path("../shared/data/traces"), help="folder of the trace files")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=180.0, help="of arrivals in one simulation, at least")
-    parser.add_argument("--requests", type=int, default=1000, help="of one simulation, at least")
+    parser.add_argument("--requests", type=int, default=600, help="of one simulation, at least")
     parser.add_argument("--tolerance", type=float, default=0.03, help="of a goodput")
     parser.add_argument("--only", nargs="*", metavar="FIGURE", help="of fig12 fig16 fig17 degree prefix ablation")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
@@ -47,12 +46,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     search = Search(args.seconds, args.seeds, tolerance=args.tolerance, requests=args.requests)
     results = make(search, args.jobs, args.traces if args.traces.is_dir() else None, cases)
     names = write_all(results, args.out / "img" / "reproduction", args.out / "data" / "reproduction")
-    words = sys.argv[1:] if argv is None else list(argv)
-    given = words[words.index("figures") + 1 :] if "figures" in words else words
     page = args.out / "reproduction.md"
-    page.write_text(render(results, "img/reproduction", " ".join(["conflux", "figures", *given])))
+    page.write_text(render(results, "img/reproduction", _command(parser, args)))
     print(f"{page}, {len(names)} images, {sum(map(bool, results.tables.values()))} tables in {results.seconds:.0f} s")
     return 0
+
+
+def _command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
+    """The command that makes the same numbers anywhere: what is not a default, folders and processes left out."""
+    words = ["conflux", "figures"]
+    for name in ("seeds", "seconds", "requests", "tolerance"):
+        value = getattr(args, name)
+        if value != parser.get_default(name):
+            words += [f"--{name}", f"{value:g}"]
+    if args.only is not None:
+        words += ["--only", *args.only]
+    return " ".join(words)
 
 
 if __name__ == "__main__":
