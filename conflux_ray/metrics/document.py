@@ -28,8 +28,8 @@ only grows, and no counter runs backwards. With one replica it is complete; with
 it is for looking, not for alerts. Do not add up the two ways: they are the same events.
 
 Histograms pass through Ray's agent as the series they consist of (`_bucket`, `_sum`, `_count`), with gauge as their
-declared type, since Ray's own histograms lose the sum. `rate` and `histogram_quantile` read them as ever. An agent takes
-new values in one by one: a scrape in these milliseconds sees buckets of two moments, and a quantile over a short window
+declared type, since Ray's own histograms lose the sum. `rate` and `histogram_quantile` read them as ever. An agent
+takes in new values one by one: a scrape in these milliseconds sees buckets of two moments, and a quantile over a short window
 can jump for that one point. Alerts use counters only.
 
 ## What counts as goodput
