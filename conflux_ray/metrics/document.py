@@ -30,7 +30,7 @@ it is for looking, not for alerts. Do not add up the two ways: they are the same
 Histograms pass through Ray's agent as the series they consist of (`_bucket`, `_sum`, `_count`), with gauge as their
 declared type, since Ray's own histograms lose the sum. `rate` and `histogram_quantile` read them as ever. An agent
 takes in new values one by one: a scrape in these milliseconds sees buckets of two moments, and a quantile over a short
-window can jump for that one point. Alerts use counters only.
+window can jump for that one point. Alerts use no histogram.
 
 ## What counts as goodput
 
