@@ -84,7 +84,8 @@ class Scheduler:
         model: predicts iterations; of the instance's number of ranks.
         policy: a key of `ORDERS`: "slo" is Algorithm 1, "fcfs" and "srpt" keep its dispatch and placement.
         params: limits and thresholds.
-        correction: learns from `observe`; its `factor` is worth exporting.
+        correction: learns from iterations with prefill; its `factor` is worth exporting. Those of decodes alone, which
+            are far more, have one of their own: their errors are others, and would hide those that break TBT.
 
     Raises:
         ValueError: there is no such policy.
@@ -102,16 +103,19 @@ class Scheduler:
         self.model = model
         self.params = params or SchedulerParams()
         self.correction = correction or Correction()
+        self.decode_correction = Correction()
         self._order = ORDERS[policy]
 
     def use_model(self, model: LatencyModel) -> None:
         """Predict with another profile from now on; what was learnt about the old one is forgotten."""
         self.model = model
         self.correction.reset()
+        self.decode_correction.reset()
 
     def observe(self, decision: Decision, measured: float) -> None:
         """Learn from an iteration that took `measured` seconds."""
-        self.correction.observe(decision.predicted, measured)
+        correction = self.correction if decision.chunks else self.decode_correction
+        correction.observe(decision.predicted, measured)
 
     def prefill_rate(self, decodes: DecodeState) -> float:
         """Prompt tokens per second that it plans beside these decodes: B_0 every tau, attention left out (Alg. 2).
@@ -122,7 +126,7 @@ class Scheduler:
             ValueError: `decodes` has another number of ranks than the latency model.
         """
         capacity = KVState(1, [0] * decodes.num_ranks)
-        step = _Step(self.model, self.params, decodes, capacity, self.correction.factor)
+        step = self._step(decodes, capacity)
         return max(step.dispatcher.budget(), self.params.starvation_quantum) / step.tau
 
     def decode_seconds(self, decodes: DecodeState) -> float:
@@ -130,7 +134,7 @@ class Scheduler:
         if not any(decodes.tokens):
             return 0.0
         alone = self.model.given(decodes.tokens, decodes.context).seconds(max(decodes.tokens), 0, 0.0)
-        return alone * self.correction.factor
+        return alone * self.decode_correction.factor
 
     def schedule(self, pending: Sequence[PendingPrefill], decodes: DecodeState, kv: KVState, now: float) -> Decision:
         """Plan one iteration (Algorithm 1).
@@ -138,7 +142,7 @@ class Scheduler:
         Raises:
             ValueError: `decodes` has another number of ranks than the latency model.
         """
-        step = _Step(self.model, self.params, decodes, kv, self.correction.factor)
+        step = self._step(decodes, kv)
         budget = step.dispatcher.budget()
         if not pending:
             return step.decision(budget, 0)
@@ -158,6 +162,9 @@ class Scheduler:
                 break
         return step.decision(budget, order.rejected)
 
+    def _step(self, decodes: DecodeState, kv: KVState) -> _Step:
+        return _Step(self.model, self.params, decodes, kv, self.correction.factor, self.decode_correction.factor)
+
 
 def _leading(lead: int | None, order: Order) -> Iterator[int]:
     """The order with `lead` in front."""
@@ -170,11 +177,18 @@ class _Step:
     """The state of one scheduling step: A_p (in the dispatcher), A_d, the tentative decode state and KV."""
 
     def __init__(
-        self, model: LatencyModel, params: SchedulerParams, decodes: DecodeState, kv: KVState, factor: float
+        self,
+        model: LatencyModel,
+        params: SchedulerParams,
+        decodes: DecodeState,
+        kv: KVState,
+        factor: float,
+        decode_factor: float,
     ) -> None:
         self.params = params
         self.kv = kv
         self.factor = factor
+        self.decode_factor = decode_factor
         self.idle = not any(decodes.tokens)
         self.tau = params.idle_tau if self.idle else decodes.tightest_tbt
         self.dispatcher = Dispatcher(
@@ -275,14 +289,15 @@ class _Step:
         """A_p and A_d (line 14)."""
         dispatcher, assigned = self.dispatcher, self.dispatcher.assigned
         seconds = 0.0 if self.idle and not self.chunks else assigned.seconds
+        factor = self.factor if self.chunks else self.decode_factor
         overlap, decode_sms = dispatcher.estimator.setting(assigned.max_shard, assigned.work)
         return Decision(
             chunks=tuple(self.chunks),
             placements=self.placements,
             budget=budget,
-            predicted=seconds * self.factor,
+            predicted=seconds * factor,
             rejected=rejected,
-            tbt_violation=not self.idle and seconds > dispatcher.tau,
+            tbt_violation=not self.idle and seconds > self.tau / factor,
             overlap=overlap,
             decode_sms=decode_sms,
         )

@@ -300,6 +300,20 @@ def test_a_slower_machine_than_profiled_shrinks_the_budget():
     assert s.correction.factor == 1.0
 
 
+def test_iterations_of_decodes_alone_do_not_hide_that_mixed_ones_are_slow():
+    s = Scheduler(per_token_model(), params=PARAMS)
+    for _ in range(1000):
+        alone = s.schedule([], resident(40, 40), roomy_kv(), 0.0)
+        s.observe(alone, 0.9 * 0.040)
+        mixed = s.schedule([request("r", 500)], resident(40, 40), roomy_kv(), 0.0)
+        s.observe(mixed, 1.25 * 0.001 * (40 + mixed.chunks[0].length / 2))
+    assert s.schedule([request("r", 500)], resident(40, 40), roomy_kv(), 0.0).budget == 2 * (80 - 40)
+    assert s.schedule([], resident(40, 40), roomy_kv(), 0.0).predicted == pytest.approx(0.036, rel=1e-3)
+    assert s.decode_seconds(resident(40, 40)) == pytest.approx(0.036, rel=1e-3)
+    s.use_model(per_token_model())
+    assert s.decode_seconds(resident(40, 40)) == pytest.approx(0.040)
+
+
 def test_another_number_of_ranks_than_the_profile_is_refused():
     with pytest.raises(ValueError, match="2 ranks"):
         scheduler(2).schedule([], resident(0, 0, 0), roomy_kv(3), 0.0)
