@@ -44,7 +44,7 @@ INSTANCES = Dashboard(
                     (
                         Query(quantile(0.5, m.PREDICTION_RATIO, "replica"), "{{replica}} P50"),
                         Query(quantile(0.95, m.PREDICTION_RATIO, "replica"), "{{replica}} P95"),
-                        Query(_gauge(m.CORRECTION), "{{replica}} correction learnt", dashed=True),
+                        Query(_gauge(m.CORRECTION, "phase"), "{{replica}} {{phase}} correction", dashed=True),
                     ),
                     "short",
                     thresholds=((1.5, "orange"),),

@@ -300,7 +300,11 @@ PREDICTION_RATIO = _instance(
     buckets=_RATIOS,
 )
 CORRECTION = _instance(
-    "planner_correction_ratio", Kind.GAUGE, "ratio", "Factor on the latency model that was learnt while serving."
+    "planner_correction_ratio",
+    Kind.GAUGE,
+    "ratio",
+    "Factor on the latency model that was learnt while serving, for iterations with prefill and for decodes alone.",
+    "phase",
 )
 BUDGET = _instance(
     "planner_budget_tokens_total",

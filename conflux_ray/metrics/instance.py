@@ -172,7 +172,8 @@ class InstanceMetrics:
         store.value(m.REJECTED).value = engine.last_decision.rejected if engine.has_work else 0
         store.value(m.STARVATION_AGE).value = max([0.0, *(now - request.deadline for request in engine.pending)])
         if isinstance(engine.policy, Scheduler):
-            store.value(m.CORRECTION).value = engine.policy.correction.factor
+            store.value(m.CORRECTION, "prefill").value = engine.policy.correction.factor
+            store.value(m.CORRECTION, "decode").value = engine.policy.decode_correction.factor
 
     def _count_blocks(self) -> None:
         for rank, name in enumerate(self._ranks):
