@@ -12,6 +12,17 @@ from conflux_ray.serving.environment import serve_environment
 from tests.e2e.server import Server, running
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the shared server go last: HAProxy has fixed ports, so while it runs no other test can have a server."""
+
+    def shares(item: pytest.Item) -> bool:
+        return "server" in getattr(item, "fixturenames", ()) and not hasattr(getattr(item, "module", None), "server")
+
+    here = [k for k, item in enumerate(items) if item.path.parent == Path(__file__).parent]
+    for k, item in zip(here, sorted((items[k] for k in here), key=shares), strict=True):
+        items[k] = item
+
+
 @pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder: Path = tmp_path_factory.mktemp("server")

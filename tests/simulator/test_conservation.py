@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from conflux_ray.simulator.clock import Clock
 from conflux_ray.simulator.deployment import PrefixCache
 from conflux_ray.simulator.request import Phase, Slo
 from conflux_ray.simulator.run import Outcome
@@ -114,9 +115,14 @@ def test_prefix_cache_forgets_the_least_recently_used():
     assert cache.match([1, 2]) == 1024
 
 
-def test_speed_of_a_ten_minute_trace():
-    # 10 s on one slow core is asked for; the bound here leaves room for a shared machine.
-    prompt, output = Quantiles(6346, 26114), Quantiles(30, 600)
-    trace = synthesize("toolagent", prompt, output, 3000, 5.0, np.random.default_rng(1))
-    outcome = served("conflux", trace, gpus=4, hardware=h200(), slo=Slo(2.0, 0.1))
-    assert outcome.seconds < 30
+@pytest.mark.parametrize("system", ["conflux", "chunked++"])
+def test_events_grow_linearly_with_simulated_time(system: str, monkeypatch: pytest.MonkeyPatch):
+    clocks: list[Clock] = []
+    monkeypatch.setattr(Clock, "run", lambda self, run=Clock.run: (clocks.append(self), run(self))[1])
+    for seconds in (60, 240):
+        trace = synthesize(
+            "toolagent", Quantiles(6346, 26114), Quantiles(30, 600), 3 * seconds, 3.0, np.random.default_rng(1)
+        )
+        served(system, trace, gpus=4, hardware=h200(), slo=Slo(2.0, 0.1))
+    short, long = (clock.events for clock in clocks)
+    assert 1000 < long < 5 * short
