@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 import platform
 from pathlib import Path
@@ -11,6 +12,8 @@ from conflux_ray import __version__
 from conflux_ray.profiling.registry import gpu_slug
 
 PACKAGES = ("torch", "vllm")
+
+logger = logging.getLogger(__name__)
 
 
 def describe_machine(device: str, num_workers: int) -> str:
@@ -46,8 +49,14 @@ def gpu_name() -> str:
 
 
 def machine_slug(device: str) -> str:
-    """The machine in a profile's name: `cpu`, or the GPU; raises RuntimeError as `gpu_name` does."""
-    return gpu_slug(gpu_name()) if device == "cuda" else device
+    """The machine in a profile's name: `cpu`, or the GPU; `cuda`, which no profile has, where NVML does not tell it."""
+    if device != "cuda":
+        return device
+    try:
+        return gpu_slug(gpu_name())
+    except (ImportError, RuntimeError) as error:
+        logger.warning("no latency profile can be chosen by GPU: %s", error)
+        return device
 
 
 def software_versions() -> dict[str, str]:

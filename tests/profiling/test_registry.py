@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from conflux_ray.planning.profile import Profile, ProfileError
+from conflux_ray.profiling import machine
 from conflux_ray.profiling.registry import (
     SHIPPED,
     find_profile,
@@ -68,3 +69,13 @@ def test_what_is_shipped_is_measured_and_named_after_what_it_holds() -> None:
 def test_an_unknown_profile_is_refused_with_those_there_are() -> None:
     with pytest.raises(ProfileError, match=r"neither a file nor shipped.*qwen3-14b\.h200\.sp2"):
         find_profile("no-such-profile")
+
+
+def test_a_gpu_that_cannot_be_named_gets_no_profile_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unnamed() -> str:
+        raise RuntimeError("no NVML here")
+
+    monkeypatch.setattr(machine, "gpu_name", unnamed)
+    assert machine.machine_slug("cuda") == "cuda"
+    assert machine.machine_slug("cpu") == "cpu"
+    assert shipped_profile("Qwen/Qwen3-14B", "cuda", 2) is None
