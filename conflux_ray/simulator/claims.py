@@ -76,10 +76,10 @@ _LONG = (
     "crosses 95 % where the luck of the draw has it"
 )
 _MEMORY = (
-    "Conflux holds a third less KV on these GPUs than tensor parallelism, and long outputs make KV a limit, but not the "
-    "only one: with the memory of H200 it is ahead of Chunked++ (24.2 against 22.7 req/s, one seed of `conflux goodput "
-    "--device h200 --gpus 4 --workload qwen-a`) and still behind MuxWise++ (30.4), which reads the weights once for four "
-    "GPUs where Conflux reads them on each"
+    "Conflux holds a third less KV on these GPUs than tensor parallelism, and long outputs make KV a limit, but not "
+    "the only one: with the memory of H200 it is ahead of Chunked++ (24.2 against 22.7 req/s, one seed of `conflux "
+    "goodput --device h200 --gpus 4 --workload qwen-a`) and still behind MuxWise++ (30.4), which reads the weights "
+    "once for four GPUs where Conflux reads them on each"
 )
 _LIVE = "live runs of vLLM and of this server on one node of the stated size, same trace, at least 180 s of arrivals"
 _RATE = "the rate depends on the length cap, on subsampling and on prefix reuse, none of which the paper states"
