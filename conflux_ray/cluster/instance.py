@@ -88,9 +88,10 @@ class Instance:
         from conflux_ray.cluster.workers import RayWorkerGroup
         from conflux_ray.execution.worker import WorkerSpec
         from conflux_ray.transport import InstanceEndpoint
-        from conflux_ray.vllm_compat.graphs import LARGEST_GRAPH, graph_sizes
+        from conflux_ray.vllm_compat.graphs import LARGEST_GRAPH, decode_sizes, graph_sizes
         from conflux_ray.vllm_compat.loader import ModelArgs
 
+        graphs = instance.device == "cuda" and instance.cuda_graphs
         spec = WorkerSpec(
             model=ModelArgs(
                 model=folder,
@@ -112,7 +113,8 @@ class Instance:
             max_prefill_tokens=config.scheduler.max_prefill_tokens,
             max_num_seqs=instance.max_num_seqs,
             repeat_attention=instance.attention_graphs and instance.device == "cuda",
-            graph_sizes=graph_sizes(LARGEST_GRAPH) if instance.device == "cuda" and instance.cuda_graphs else (),
+            graph_sizes=graph_sizes(LARGEST_GRAPH) if graphs else (),
+            decode_sizes=decode_sizes(instance.max_num_seqs) if graphs else (),
         )
         self._workers = RayWorkerGroup(
             spec, ray.util.get_current_placement_group(), instance.start_timeout_s, self._progress

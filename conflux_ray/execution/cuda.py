@@ -148,6 +148,7 @@ class CudaDevice(Device):
         open_gpu(index)
         self.torch_device = torch.device("cuda", index)
         self.flash_attention = flash_attention
+        self.keeps_attention = flash_attention  # plain torch reads lengths on the host
         if flash_attention:
             require_flash_attention(index)
             if prefill_page < PREFILL_PAGE:
@@ -268,7 +269,7 @@ class CudaDevice(Device):
             -1,  # window, left
             -1,  # window, right
             False,  # softcap
-            0,  # num_splits: the kernel's choice
+            sequences.num_splits,
             None,  # pack_gqa: the kernel's choice
             sequences.sm_margin,
         )
@@ -310,7 +311,7 @@ class CudaDevice(Device):
             0.0,  # softcap
             True,  # rotary_interleaved
             sequences.schedule,
-            0,  # num_splits
+            sequences.num_splits,
             None,  # pack_gqa
             sequences.sm_margin,
             None,  # s_aux

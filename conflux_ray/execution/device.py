@@ -30,6 +30,7 @@ class Sequences:
     query_starts: torch.Tensor  # (sequences + 1,) int32, where each one's queries begin, and the end
     lengths: torch.Tensor  # (sequences,) int32, seq_lens
     sm_margin: int = 0  # multiprocessors left to the kernels beside this one
+    num_splits: int = 0  # most parts that a sequence's keys are attended in; 0: the kernel's choice
     schedule: torch.Tensor | None = None  # the attention kernel's own plan, never shared with another call site
     max_query_len: int = field(init=False)
     max_seq_len: int = field(init=False)
@@ -78,6 +79,7 @@ class Device(ABC):
     main: Stream
     decode: Stream
     transfer: Stream
+    keeps_attention: bool = True  # whether `attend` may be captured, its sequences changing only on the device
     num_sms: int = 0  # streaming multiprocessors; 0 where there is nothing to share out
     compiles: bool = False  # whether kernels and communicators come to be on first use: warm them up before serving
 
@@ -213,7 +215,7 @@ class Device(ABC):
     def attend(
         self, query: torch.Tensor, view: torch.Tensor, sequences: Sequences, scale: float, output: torch.Tensor
     ) -> None:
-        """Causal attention.
+        """Causal attention; a sequence without tokens is padding, and its output of no account.
 
         Args:
             query: (queries of all sequences, q_heads, D), each token contiguous.
@@ -224,6 +226,10 @@ class Device(ABC):
         page, heads, size = view.shape[2:]
         start = 0
         for row, (queries, length) in enumerate(zip(sequences.query_lens, sequences.seq_lens, strict=True)):
+            if not length:  # a row of padding
+                output[start : start + queries] = 0.0
+                start += queries
+                continue
             blocks = sequences.tables[row, : -(-length // page)].long()
             kv = view[blocks]  # (blocks, 2, page, heads, D)
             k = kv[:, 0].reshape(-1, heads, size)[:length].transpose(0, 1)

@@ -17,6 +17,7 @@ from conflux_ray.execution.attention import (
     build_step,
 )
 from conflux_ray.execution.batch import BlockTable, RankBatch, build_batch
+from conflux_ray.execution.decode_graphs import DecodeGraphs
 from conflux_ray.execution.device import Device, Event
 from conflux_ray.execution.plan import (
     Chunk,
@@ -55,6 +56,7 @@ class RunnerLimits:
     gpu_memory_utilization: float = 0.9  # share of the device's memory for everything
     repeat_attention: bool = False  # enqueue the attention region once an iteration, for all layers
     graph_sizes: tuple[int, ...] = ()  # numbers of tokens at which the linear regions are captured as CUDA graphs
+    decode_sizes: tuple[int, ...] = ()  # numbers of decodes at which iterations of decodes alone are, as a whole
 
 
 class RunningIteration:
@@ -134,7 +136,14 @@ class ModelRunner:
             self.warm_up(limits)
         if limits.graph_sizes:  # before the pool is sized: graphs take memory too
             model.capture(limits.graph_sizes)
+        self._decodes: DecodeGraphs | None = None
+        if limits.decode_sizes and device.keeps_attention:
+            self._decodes = DecodeGraphs(model, device, self.attention, limits.decode_sizes, block_size)
+            if not num_blocks:
+                self._decodes.capture(self.pool)  # on a pool to throw away: the same memory again is taken below
         self._use(self._make_pool(num_blocks or self._size_pool(limits.gpu_memory_utilization)))
+        if self._decodes is not None:
+            self._decodes.capture(self.pool)
 
     @torch.inference_mode()
     def run(self, plan: IterationPlan) -> RunningIteration:
@@ -296,6 +305,12 @@ class ModelRunner:
         upload = self.device.upload
         sampling = self._prepare_sampling(batch) if batch.sample_ids else None
         decode_slots = upload(np.array([self._residents[a].slot for a in batch.decode_ids], np.int64))
+        if self._decodes is not None and not plan.chunks and handoff is None and self._decodes.takes(batch.num_decodes):
+            # KV that is still arriving is waited for as a whole: its last layer comes last.
+            for event in (self.transitions.arrivals(batch.decode_ids, len(self._layers)) or [[]])[-1]:
+                self.device.main.wait(event)
+            hidden = self._decodes.run(batch, self._decode_tables, self._last_tokens, decode_slots)
+            return None if sampling is None else self._sample(batch, hidden, sampling)
         shard_tokens, own_positions = upload(batch.shard_tokens), upload(batch.positions)
         step = self.build_step(batch, plan.overlap, plan.decode_sms)
         step.arrivals = self.transitions.arrivals(batch.decode_ids, len(self._layers))

@@ -298,7 +298,7 @@ def workers(settings: Settings) -> Iterator[tuple[Any, Any]]:
     from conflux_ray.execution.worker import WorkerSpec
     from conflux_ray.profiling.plans import TableLayout
     from conflux_ray.profiling.runner import RUNNER
-    from conflux_ray.vllm_compat.graphs import LARGEST_GRAPH, graph_sizes
+    from conflux_ray.vllm_compat.graphs import LARGEST_GRAPH, decode_sizes, graph_sizes
     from conflux_ray.vllm_compat.loader import ModelArgs
 
     length = settings.ranges.max_length + 1
@@ -328,6 +328,7 @@ def workers(settings: Settings) -> Iterator[tuple[Any, Any]]:
         max_num_seqs=settings.max_batch,
         repeat_attention=settings.attention_graphs and settings.device == "cuda",
         graph_sizes=graph_sizes(LARGEST_GRAPH) if settings.device == "cuda" else (),
+        decode_sizes=decode_sizes(settings.max_batch) if settings.device == "cuda" else (),
     )
     group = LocalWorkerGroup(spec)
     try:

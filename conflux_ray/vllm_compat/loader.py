@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -177,6 +177,24 @@ class LoadedModel:
             attend, self.config, num_tokens=input_ids.shape[0], cudagraph_runtime_mode=CUDAGraphMode.NONE
         ):
             return self.model(input_ids=input_ids, positions=positions)
+
+    def keep(
+        self, num_tokens: int, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]:
+        """A forward pass of `num_tokens` tokens to be run many times: one CUDA graph if there are graphs.
+
+        Args:
+            num_tokens: at most the largest of the graphs' sizes. All workers call it together.
+            attend: always reads and writes the same memory, on the current stream.
+
+        Returns:
+            Input ids, positions, and the pass: it reads those two as they are then, and returns what `forward` does.
+        """
+        if self._graphs is not None:
+            return *self._graphs.inputs(num_tokens), self._graphs.capture_whole(num_tokens, attend)
+        input_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        positions = torch.zeros_like(input_ids)
+        return input_ids, positions, lambda: self.forward(input_ids, positions, attend)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ from conflux_ray.execution.worker import WorkerSpec
 from conflux_ray.kv import KVGeometry
 from conflux_ray.models import store
 from conflux_ray.models.reference import Reference
-from conflux_ray.vllm_compat.graphs import graph_sizes
+from conflux_ray.vllm_compat.graphs import decode_sizes, graph_sizes
 from conflux_ray.vllm_compat.loader import ModelArgs
 from tests.execution.oracle import OracleMismatchError, Schedule, run_schedule
 
@@ -155,6 +155,7 @@ def main() -> int:
             max_num_seqs=16,
             repeat_attention=args.repeat,
             graph_sizes=graph_sizes(args.graphs) if args.graphs else (),
+            decode_sizes=decode_sizes(16) if args.graphs else (),
             **options,
         )
     )

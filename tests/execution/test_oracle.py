@@ -103,6 +103,29 @@ def test_attention_enqueued_once_and_repeated_for_every_layer_changes_nothing(mo
     assert sum(o.counters.cross_rank_transitions for o in outcomes) > 0
 
 
+@pytest.mark.parametrize(("model", "n", "tp"), [("tiny-llama", 4, 1), ("tiny-qwen3", 2, 2)])
+def test_decodes_alone_in_a_pass_that_is_kept_change_nothing(model: str, n: int, tp: int) -> None:
+    # Sizes that leave rows to pad, and batches too large for any.
+    group = LocalWorkerGroup(spec(model, n, tp, decode_sizes=(2, 3), transfer_delay=(0.0, 0.002)))
+    try:
+        outcomes = [run(Schedule(300 + seed), group, model, n, tp) for seed in range(3)]
+    finally:
+        group.close()
+    assert sum(o.counters.iterations - o.counters.mixed_iterations for o in outcomes) > 0
+    assert sum(o.counters.cross_rank_transitions for o in outcomes) > 0
+
+
+@pytest.mark.parametrize("fault", ["ShiftedPosition", "StaleBlock"])
+def test_the_oracle_fails_on_a_planted_bug_in_a_pass_that_is_kept(fault: str) -> None:
+    model = "tiny-llama"
+    group = LocalWorkerGroup(spec(model, 2, 1, runner=f"tests.execution.faults:{fault}", decode_sizes=(1, 4)))
+    try:
+        with pytest.raises(OracleMismatchError):
+            run(Schedule(7), group, model, 2, 1)
+    finally:
+        group.kill()
+
+
 @pytest.mark.parametrize("fault", ["DroppedBlock", "SwappedHeads", "ShiftedPosition", "ReversedSegments", "StaleBlock"])
 def test_the_oracle_fails_on_a_planted_bug(fault: str) -> None:
     model = "tiny-llama"
