@@ -110,6 +110,12 @@ class InstanceConfig(_Section):
     attention_graphs: bool = Field(
         True, description="Capture the attention region once an iteration, repeat it for all layers (device cuda)."
     )
+    late_planning: bool = Field(
+        True, description="Plan an iteration shortly before the running one ends, not as soon as it has begun."
+    )
+    iteration_log: str | None = Field(
+        None, description="File for a line of JSON an iteration: plan, prediction, measured times. Grows without end."
+    )
     max_num_seqs: int = Field(128, ge=1, description="Most resident decodes of one logical rank.")
     cpu_threads: int = Field(1, ge=1, description="Compute threads of one CPU worker.")
     iteration_timeout_s: float = Field(60.0, gt=0, description="An iteration that takes longer counts as hung.")

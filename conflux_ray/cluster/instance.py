@@ -32,6 +32,7 @@ from conflux_ray.config import (
     size_pool,
 )
 from conflux_ray.execution.engine import Engine, TokenOutput
+from conflux_ray.execution.iteration_log import IterationLog
 from conflux_ray.execution.loop import IterationLoop, WorkerLostError
 from conflux_ray.execution.request import Request
 from conflux_ray.kv import KVGeometry
@@ -58,6 +59,8 @@ logger = logging.getLogger(__name__)
 
 CPU_KV_GIB = 0.5
 _IDLE_SECONDS = 0.05
+_WAIT_SECONDS = 0.002
+"""Between two looks at whether an iteration has ended before its time."""
 
 
 class Instance:
@@ -133,7 +136,10 @@ class Instance:
         token_bytes = block_bytes(geometry, instance) * instance.tensor_parallel / instance.block_tokens
         self._metrics = InstanceMetrics(self._name, self._info_base[0][:SHORT_ID], self._engine, token_bytes)
         metered = MeteredWorkers(self._workers, self._metrics, time.monotonic)
-        self._loop = IterationLoop(self._engine, metered, instance.iteration_timeout_s)
+        self._log = IterationLog(instance.iteration_log, self._engine) if instance.iteration_log else None
+        self._loop = IterationLoop(
+            self._engine, metered, instance.iteration_timeout_s, late=instance.late_planning, log=self._log
+        )
         self._meter = LoadMeter(self._engine)
         self._load = self._meter.report()  # as last published
         self._requests: dict[str, tuple[str, AddRequest, float]] = {}  # engine id -> peer, message, receipt
@@ -240,12 +246,14 @@ class Instance:
         finally:
             self._leave()
             self._endpoint.close("workers lost" if self._failure else "instance stops")
+            if self._log is not None:
+                self._log.close()
             if self._failure:
                 self._workers.kill()
 
     def _turn(self) -> None:
         engine = self._engine
-        events = self._endpoint.poll(0.0 if engine.has_work else _IDLE_SECONDS)
+        events = self._endpoint.poll(min(self._loop.pause(), _WAIT_SECONDS) if engine.has_work else _IDLE_SECONDS)
         rejected: dict[str, list[RequestOutput]] = {}
         for peer, message in events:
             if isinstance(message, AddRequest):
@@ -263,6 +271,8 @@ class Instance:
             outputs = self._loop.step()
             self._meter.observe(engine.timings)
         self._last_progress = time.monotonic()
+        if not outputs and not events and engine.has_work and self._loop.pause() > 0:
+            return  # it is still early for the next iteration
         messages = self._to_wire(outputs)
         for peer, refusals in rejected.items():
             messages.setdefault(peer, []).extend(refusals)

@@ -125,6 +125,11 @@ class RayWorkerGroup:
         assert self._channel is not None
         self._channel.broadcast(plan)
 
+    def ready(self) -> bool:
+        """See `loop.Workers.ready`."""
+        assert self._channel is not None
+        return self._channel.ready()
+
     def collect(self, timeout: float) -> list[WorkerResult]:
         """See `PlanChannel.collect`."""
         assert self._channel is not None

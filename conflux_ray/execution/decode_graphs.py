@@ -21,7 +21,7 @@ from conflux_ray.execution.device import Device, Sequences
 from conflux_ray.vllm_compat.loader import LoadedModel
 
 MOST_SPLITS = 32
-"""Parts that the keys of one decode may be attended in: the kernel's scratch memory must be known when it is captured."""
+"""Parts that the keys of one decode may be attended in: the kernel's scratch memory must be known at capture."""
 
 
 class _Kept(NamedTuple):

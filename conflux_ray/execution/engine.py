@@ -184,6 +184,13 @@ class Engine:
         return sum(predicted) if all(predicted) else None
 
     @property
+    def predicted_oldest(self) -> float | None:
+        """Predicted seconds of the oldest of them; None if there is none, or no prediction."""
+        for flight in self._in_flight.values():
+            return flight.decision.predicted or None
+        return None
+
+    @property
     def residents(self) -> DecodeState:
         """The resident decodes, by their sums."""
         ranks = [list(requests.values()) for requests in self._residents]

@@ -58,6 +58,10 @@ class PlanChannel:
         """Send a plan to every worker."""
         self._plans.send(encode(plan))
 
+    def ready(self) -> bool:
+        """See `loop.Workers.ready`."""
+        return any(reader.ready() for reader in self._results)
+
     def collect(self, timeout: float) -> list[WorkerResult]:
         """The results of the oldest iteration not collected, in order of worker; raises WorkerLostError."""
         deadline = time.monotonic() + timeout
@@ -139,6 +143,10 @@ class LocalWorkerGroup:
     def broadcast(self, plan: IterationPlan) -> None:
         """Send a plan to every worker."""
         self._channel.broadcast(plan)
+
+    def ready(self) -> bool:
+        """See `loop.Workers.ready`."""
+        return self._channel.ready()
 
     def collect(self, timeout: float) -> list[WorkerResult]:
         """See `PlanChannel.collect`."""

@@ -195,6 +195,10 @@ class MeteredWorkers:
         self._metrics.issued(plan, self._clock())
         self._workers.broadcast(plan)
 
+    def ready(self) -> bool:
+        """See `Workers.ready`."""
+        return self._workers.ready()
+
     def collect(self, timeout: float) -> list[WorkerResult]:
         """See `Workers.collect`."""
         results = self._workers.collect(timeout)

@@ -178,9 +178,7 @@ class LoadedModel:
         ):
             return self.model(input_ids=input_ids, positions=positions)
 
-    def keep(
-        self, num_tokens: int, attend: Attend
-    ) -> tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]:
+    def keep(self, num_tokens: int, attend: Attend) -> tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]:
         """A forward pass of `num_tokens` tokens to be run many times: one CUDA graph if there are graphs.
 
         Args:

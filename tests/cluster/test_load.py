@@ -105,6 +105,9 @@ class Deaf:
     def broadcast(self, plan) -> None:
         pass
 
+    def ready(self) -> bool:
+        return False
+
     def collect(self, timeout: float):
         self.timeouts.append(timeout)
         raise TimeoutError

@@ -105,12 +105,16 @@ def test_a_group_of_workers_is_counted_on_the_way() -> None:
         def broadcast(self, plan: IterationPlan) -> None:
             assert plan.iteration == 0
 
+        def ready(self) -> bool:
+            return True
+
         def collect(self, timeout: float) -> list[WorkerResult]:
             return [result(0, 0.25)]
 
     metrics = InstanceMetrics("tiny", "i", busy_engine(ranks=1, decodes=2), 0)
     metered = MeteredWorkers(Workers(), metrics, lambda: 1.0)
     metered.broadcast(IterationPlan(0, decodes=((Decode(1, 10),),)))
+    assert metered.ready()
     assert metered.collect(1.0)[0].elapsed == 0.25
     assert value(metrics, m.RANK_BUSY, "0") == 0.25
     assert value(metrics, m.TRANSITION_BYTES) == 0

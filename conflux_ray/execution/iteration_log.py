@@ -1,0 +1,77 @@
+"""A file with a line for every iteration: its plan, its prediction, what came of it (`conflux bench timeline`)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from conflux_ray.execution.engine import Engine
+from conflux_ray.execution.plan import IterationPlan, WorkerResult
+
+_FLUSH_SECONDS = 1.0
+
+
+class IterationLog:
+    """Writes one JSON object a line, in order of iteration; times are seconds since the epoch, durations seconds.
+
+    `planned`, `planning`: when the plan was made, and how long that took. `predicted`: by the latency model, null
+    without one. `collected`: when the results had come. `elapsed`: on the device of each worker. `decodes`: of each
+    rank. `chunks`: first token, end, and tokens of each rank. `overlap`, `decode_sms`: how attention ran. `transfers`:
+    begun. `pending`: requests with prompt tokens left after it; `resident`: decodes.
+
+    Args:
+        path: of the file; written anew.
+        engine: whose iterations these are.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | Path, engine: Engine) -> None:
+        self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  open for the instance's life
+        self._engine = engine
+        self._open: deque[dict[str, Any]] = deque()
+        self._flushed = time.monotonic()
+
+    def issued(self, plan: IterationPlan, planning: float) -> None:
+        """A plan has been made, in `planning` seconds."""
+        engine = self._engine
+        chunks = []
+        for chunk in plan.chunks:
+            tokens = [0] * engine.num_ranks
+            for shard in chunk.shards:
+                tokens[shard.rank] += shard.end - shard.start
+            chunks.append([chunk.start, chunk.end, tokens])
+        self._open.append(
+            {
+                "iteration": plan.iteration,
+                "planned": time.time(),
+                "planning": round(planning, 6),
+                "predicted": engine.last_decision.predicted or None,
+                "decodes": [len(steps) for steps in plan.decodes],
+                "chunks": chunks,
+                "overlap": plan.overlap,
+                "decode_sms": plan.decode_sms,
+                "transfers": len(plan.transfers),
+                "pending": sum(1 for _ in engine.pending),
+                "resident": sum(engine.residents.tokens),
+            }
+        )
+
+    def collected(self, results: Sequence[WorkerResult]) -> None:
+        """The results of the oldest iteration have come, in order of worker."""
+        line = self._open.popleft()
+        line["collected"] = time.time()
+        line["elapsed"] = [round(result.elapsed, 6) for result in results]
+        self._file.write(json.dumps(line) + "\n")
+        if (now := time.monotonic()) - self._flushed > _FLUSH_SECONDS:
+            self._file.flush()
+            self._flushed = now
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._file.close()
