@@ -67,11 +67,20 @@ class ShortestQueue(Router):
         self._open: list[list[Request]] = [[] for _ in instances]
 
     def choose(self, request: Request) -> int:
-        ended = (Phase.FINISHED, Phase.REJECTED)
-        self._open = [[r for r in held if r.phase not in ended] for held in self._open]
+        self._open = [
+            [r for r in held if not _has_ended(r, instance.clock.now)]
+            for held, instance in zip(self._open, self.instances, strict=True)
+        ]
         chosen = min(range(len(self.instances)), key=lambda i: (len(self._open[i]), self.routed[i], i))
         self._open[chosen].append(request)
         return chosen
+
+
+def _has_ended(request: Request, now: float) -> bool:
+    """Whether its last token is out: an iteration's outcome is known from when it was planned."""
+    if request.phase is Phase.FINISHED:
+        return request.times[-1] <= now
+    return request.phase is Phase.REJECTED
 
 
 class RoundRobin(Router):

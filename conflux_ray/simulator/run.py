@@ -33,9 +33,11 @@ class Setup:
         instances: how many such deployments stand behind the global router.
         router: a key of `ROUTERS`.
         speeds: of each deployment relative to `deployment`; empty: all are alike.
+        ingress: seconds from sending a request until its instance has it: HTTP, tokenizer, router.
+        egress: seconds from the end of an iteration until the client has its tokens.
 
     Raises:
-        ValueError: there is no such system or router, no instance, or not a positive speed for each.
+        ValueError: there is no such system or router, no instance, not a positive speed for each, or a negative delay.
     """
 
     system: str
@@ -45,6 +47,8 @@ class Setup:
     instances: int = 1
     router: str = "queued_work"
     speeds: tuple[float, ...] = ()
+    ingress: float = 0.0
+    egress: float = 0.0
 
     def __post_init__(self) -> None:
         if self.system not in SYSTEMS:
@@ -57,6 +61,9 @@ class Setup:
             raise ValueError(
                 f"speeds={self.speeds} must be a positive number for each of the {self.instances} instances"
             )
+
+        if self.ingress < 0 or self.egress < 0:
+            raise ValueError(f"ingress={self.ingress} and egress={self.egress} must not be negative, seconds")
 
     def build(self, clock: Clock) -> list[Instance]:
         """All instances."""
@@ -142,7 +149,7 @@ def simulate(
     """
     clock = Clock()
     router = ROUTERS[setup.router](setup.build(clock))
-    return serve(trace, setup.slo, clock, router, warm_up, floor, progress)
+    return serve(trace, setup.slo, clock, router, warm_up, floor, progress, setup.ingress, setup.egress)
 
 
 def serve(
@@ -153,6 +160,8 @@ def serve(
     warm_up: float = 0.1,
     floor: float | None = None,
     progress: Callable[[], Any] | None = None,
+    ingress: float = 0.0,
+    egress: float = 0.0,
 ) -> Outcome:
     """Serve `trace` with the instances behind `router`; `simulate` has the other arguments and what is raised.
 
@@ -161,6 +170,8 @@ def serve(
         slo: of every request.
         clock: of the instances.
         router: in front of them.
+        ingress: see `Setup`.
+        egress: see `Setup`.
     """
     started = time.perf_counter()
     requests = [
@@ -172,7 +183,10 @@ def serve(
     def arrive(index: int) -> None:
         if index + 1 < len(requests):
             clock.at(requests[index + 1].arrival, partial(arrive, index + 1))
-        router.submit(requests[index])
+        if ingress:
+            clock.after(ingress, partial(router.submit, requests[index]))
+        else:
+            router.submit(requests[index])
         if progress is not None:
             progress()
         if verdict is not None and index % CHECK_EVERY == 0:
@@ -181,6 +195,8 @@ def serve(
     if requests:
         clock.at(requests[0].arrival, partial(arrive, 0))
     clock.run()
+    for request in requests if egress else ():
+        request.times = [t + egress for t in request.times]
     certain = verdict is not None and verdict.certain
     if not certain:
         _check(requests, router.instances)

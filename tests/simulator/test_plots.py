@@ -8,6 +8,7 @@ from conflux_ray.simulator.systems.registry import SYSTEMS
 
 def test_systems_that_share_a_panel_differ_in_color() -> None:
     for scheduling in ("fcfs", "++"):
-        rivals = [name for name in SYSTEMS if ("++" in name) == (scheduling == "++") and not name.startswith("conflux")]
+        shown = [name for name in SYSTEMS if not name.startswith("conflux") and not name.endswith("-priority")]
+        rivals = [name for name in shown if ("++" in name) == (scheduling == "++")]
         colors = [_color(SYSTEMS[name].title) for name in (*rivals, "conflux")]
         assert len(set(colors)) == len(colors)

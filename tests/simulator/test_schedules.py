@@ -6,6 +6,7 @@ The plain machine (`build.PlainHardware`) takes 10 ms an iteration and 1 ms a to
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,9 @@ from conflux_ray.planning.latency_model import Affine, GemmCurve
 from conflux_ray.simulator.hardware import DEVICES, Figure, sm_slowdown
 from conflux_ray.simulator.request import Slo
 from tests.simulator.build import MS, PlainHardware, served, times, workload
+
+AT_THE_END: dict[str, Any] = {"run_ahead": 1}
+"""Every iteration is planned when the one before has ended: what arrives meanwhile is in it."""
 
 
 def slow_link() -> PlainHardware:
@@ -54,13 +58,13 @@ def test_one_decode_iteration_adds_weights_attention_and_host():
 
 
 def test_chunked_prefill_co_batches_within_its_budget():
-    outcome = served("chunked", workload((0.0, 150, 3), (0.05, 30, 2)), budget=100)
+    outcome = served("chunked", workload((0.0, 150, 3), (0.05, 30, 2)), budget=100, **AT_THE_END)
     # 1: A 100 -> 110.  2: A 50 + B 30 -> 200.  3: two decodes -> 212.  4: one -> 223.
     assert times(outcome) == [[200.0, 212.0, 223.0], [200.0, 212.0]]
 
 
 def test_decodes_come_out_of_the_budget_first():
-    outcome = served("chunked", workload((0.0, 20, 4), (0.005, 25, 1)), budget=20)
+    outcome = served("chunked", workload((0.0, 20, 4), (0.005, 25, 1)), budget=20, **AT_THE_END)
     # 1: A 20 -> 30.  2: A decodes, B 19 -> 60.  3: A decodes, B 6 -> 77.  4: A decodes -> 88.
     assert times(outcome) == [[30.0, 60.0, 77.0, 88.0], [77.0]]
 
@@ -75,7 +79,7 @@ def test_decodes_come_out_of_the_budget_first():
     ],
 )
 def test_plus_plus_lets_the_shorter_remainder_go_first(system: str, long: float, short: float):
-    outcome = served(system, workload((0.0, 250, 1), (0.05, 60, 1)), budget=100)
+    outcome = served(system, workload((0.0, 250, 1), (0.05, 60, 1)), budget=100, **AT_THE_END)
     assert times(outcome) == [[long], [short]]
 
 
@@ -86,7 +90,8 @@ def test_tensor_parallelism_divides_the_linear_work():
 
 def test_a_decode_that_cannot_grow_preempts_the_newest_which_is_computed_again():
     # 4 blocks of 16 tokens: A and B hold 2 each (16 + 1 tokens) and none is free.
-    outcome = served("chunked", workload((0.0, 16, 20), (0.0, 16, 20)), hardware=PlainHardware(blocks=4), budget=100)
+    trace = workload((0.0, 16, 20), (0.0, 16, 20))
+    outcome = served("chunked", trace, hardware=PlainHardware(blocks=4), budget=100, **AT_THE_END)
     first, second = outcome.requests
     assert (first.preemptions, second.preemptions) == (0, 1)
     assert first.generated == second.generated == 20
@@ -221,13 +226,13 @@ def test_conflux_splits_a_prompt_over_ranks_and_decodes_on_one():
 
 
 def test_conflux_waterfills_around_the_decodes():
-    outcome = served("conflux", workload((0.0, 100, 3), (0.065, 99, 1)), gpus=2)
+    outcome = served("conflux", workload((0.0, 100, 3), (0.065, 99, 1)), gpus=2, **AT_THE_END)
     # A decodes on one rank -> 71. Then 99 tokens and A's one make 50 a rank -> 131.
     assert times(outcome) == [[60.0, 71.0, 131.0], [131.0]]
 
 
 def test_even_dispatch_leaves_the_decode_rank_longer():
-    outcome = served("conflux", workload((0.0, 100, 3), (0.065, 100, 1)), gpus=2, without="even")
+    outcome = served("conflux", workload((0.0, 100, 3), (0.065, 100, 1)), gpus=2, without="even", **AT_THE_END)
     assert times(outcome)[0] == [60.0, 71.0, 132.0]  # 50 + 1 on the decode's rank
 
 
@@ -248,7 +253,7 @@ def test_conflux_srpt_serves_the_shorter_prompt_first():
 
 
 def test_without_co_batching_the_two_phases_run_one_after_the_other():
-    outcome = served("conflux", workload((0.0, 100, 3), (0.065, 100, 1)), gpus=2, without="cobatch")
+    outcome = served("conflux", workload((0.0, 100, 3), (0.065, 100, 1)), gpus=2, without="cobatch", **AT_THE_END)
     # A's decode and B's prefill: (1 + 10) + (50 + 10) from 71 on.
     assert times(outcome)[0] == [60.0, 71.0, 142.0]
 
@@ -268,6 +273,7 @@ def test_kv_that_moves_to_the_decode_rank_costs_its_exposed_time():
 
 @pytest.mark.parametrize(("without", "both_decode"), [("none", 11.0), ("skewed", 12.0)])
 def test_worst_fit_spreads_decodes_and_skewed_placement_packs_them(without: str, both_decode: float):
-    outcome = served("conflux", workload((0.0, 100, 3), (0.001, 100, 3)), gpus=2, without=without)
+    trace = workload((0.0, 100, 3), (0.001, 100, 3))
+    outcome = served("conflux", trace, gpus=2, without=without, **AT_THE_END)
     # A -> 60; A's decode and B's 100 tokens, 51 on a rank -> 121; then both decode, on two ranks or on one.
     assert times(outcome)[0] == [60.0, 121.0, 121.0 + both_decode]

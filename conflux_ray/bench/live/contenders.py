@@ -251,7 +251,7 @@ def simulated(contender: Contender, gpus: int) -> tuple[str, dict[str, Any], int
     if contender.kind == "conflux":
         name = {"slo": "conflux", "fcfs": "conflux-fcfs", "srpt": "conflux-srpt"}.get(contender.policy)
         return None if name is None else (name, {"base_tp": contender.tensor_parallel}, gpus)
-    suffix = "++" if contender.prompt_priority else ""
+    suffix = "-priority" if contender.prompt_priority else ""
     system = "data-parallel" if contender.replicas > 1 else "chunked"
     options = {"tp": contender.tensor_parallel, "budget": contender.budget}
     return f"{system}{suffix}", options, contender.tensor_parallel * contender.replicas

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -71,7 +72,7 @@ def workload_of(args: argparse.Namespace) -> Workload:
 
 
 def options_of(words: list[str]) -> dict[str, Any]:
-    """`name=value` words; whole numbers become numbers.
+    """`name=value` words; numbers become numbers.
 
     Raises:
         ValueError: a word has no `=`.
@@ -81,8 +82,15 @@ def options_of(words: list[str]) -> dict[str, Any]:
         name, equals, value = word.partition("=")
         if not equals:
             raise ValueError(f"option {word!r} must be NAME=VALUE")
-        options[name] = int(value) if value.lstrip("-").isdigit() else value
+        options[name] = _number(value)
     return options
+
+
+def _number(word: str) -> int | float | str:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(word)
+    return word
 
 
 def write_json(path: Path | None, document: Any) -> None:

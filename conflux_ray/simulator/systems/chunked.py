@@ -3,15 +3,21 @@
 Every iteration holds one token of every decode, then chunks of the running prefills, then of the waiting head if the
 KV of its whole prompt can be had, within a token budget. The phases share one tensor parallelism; their attention times
 add. A decode that cannot grow preempts the newest running request, whose tokens are computed again. `srpt` orders
-running and waiting prefills by remaining tokens: the `++` of the paper.
+running and waiting prefills by remaining tokens: the `++` of the paper. `priority` is what vLLM itself can do with a
+request's prompt length as its priority (`--scheduling-policy priority`): it orders those that wait, but a prefill that
+has begun runs to its end before another gets tokens. An iteration is planned while the one before runs, as vLLM's
+asynchronous scheduling does (`ahead.py`).
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import inf
 
 from conflux_ray.planning.latency_model import LatencyModel, chunk_work
+from conflux_ray.simulator.ahead import Ahead, Issuer, Planned
 from conflux_ray.simulator.clock import Clock
 from conflux_ray.simulator.decodes import DecodePool
 from conflux_ray.simulator.deployment import BLOCK_SIZE, Deployment, Instance, prefill_rate
@@ -21,20 +27,28 @@ MAX_SEQS = 1024
 """Most running requests of an instance; not meant to bind."""
 
 
+_KEYS: dict[str, Callable[[Request], float]] = {
+    "fcfs": lambda request: request.arrival,
+    "srpt": lambda request: request.remaining,
+    "priority": lambda request: request.prompt_tokens,
+}
+
+
 class Ordered:
     """Waiting or running prefills in the order of a policy.
 
     Args:
-        policy: "fcfs" or "srpt".
+        policy: "fcfs" by arrival, "srpt" by remaining tokens, "priority" by the prompt's.
 
     Raises:
         ValueError: there is no such policy.
     """
 
     def __init__(self, policy: str) -> None:
-        if policy not in ("fcfs", "srpt"):
-            raise ValueError(f"policy={policy!r} is unknown; choose fcfs or srpt")
+        if policy not in _KEYS:
+            raise ValueError(f"policy={policy!r} is unknown; choose one of {', '.join(_KEYS)}")
         self.policy = policy
+        self._key = _KEYS[policy]
         self._entries: list[tuple[float, float, int, Request]] = []
 
     def __len__(self) -> int:
@@ -44,8 +58,7 @@ class Ordered:
         return (entry[-1] for entry in self._entries)
 
     def add(self, request: Request) -> None:
-        key = request.arrival if self.policy == "fcfs" else float(request.remaining)
-        insort(self._entries, (key, request.arrival, request.index, request))
+        insort(self._entries, (self._key(request), request.arrival, request.index, request))
 
     def head(self) -> Request:
         return self._entries[0][-1]
@@ -80,11 +93,19 @@ class ChunkedInstance(Instance):
         tp: its GPUs.
         model: iteration times, of one logical rank.
         budget: tokens of an iteration, decodes included.
-        policy: "fcfs" or "srpt".
+        policy: "fcfs", "srpt" or "priority".
+        ahead: when it plans.
     """
 
     def __init__(
-        self, clock: Clock, deployment: Deployment, tp: int, model: LatencyModel, budget: int, policy: str
+        self,
+        clock: Clock,
+        deployment: Deployment,
+        tp: int,
+        model: LatencyModel,
+        budget: int,
+        policy: str,
+        ahead: Ahead,
     ) -> None:
         super().__init__(clock, deployment.new_cache(tp))
         if budget < 1:
@@ -92,16 +113,18 @@ class ChunkedInstance(Instance):
         self.model = model
         self.budget = budget
         self.waiting = Ordered(policy)
+        # Under `priority` at most one prefill is cut short at a time: the order among them does not matter.
         self.partial = Ordered(policy)
         self.blocks = deployment.kv_blocks(tp)
         self.free = self.blocks
         self.pool = DecodePool(1, BLOCK_SIZE)
         self.capacity = prefill_rate(model)
         self._held: dict[int, int] = {}  # blocks of running prefills, in order of admission
-        self._busy = False
+        self._issuer = Issuer(clock, self._plan, ahead)
+        self._running = 0  # prompt tokens of the iterations in flight
 
     def queued_tokens(self) -> int:
-        return self.waiting.tokens() + self.partial.tokens()
+        return self.waiting.tokens() + self.partial.tokens() + self._running
 
     def kv_in_use(self) -> int:
         return self.blocks - self.free
@@ -111,8 +134,7 @@ class ChunkedInstance(Instance):
             request.to(Phase.REJECTED)
             return
         self.waiting.add(request)
-        if not self._busy:
-            self._start()
+        self._issuer.wake()
 
     def _grow(self) -> None:
         while (need := self.pool.growth(0)) > self.free:
@@ -144,13 +166,19 @@ class ChunkedInstance(Instance):
         self.partial.add(request)
         return True
 
+    def _admits_next(self) -> bool:
+        """Whether the waiting head comes before the running prefills that have no tokens yet."""
+        if self.waiting.policy == "priority":
+            return bool(len(self.waiting)) and not len(self.partial)
+        return self.waiting.first_is_before(self.partial)
+
     def _chunks(self) -> list[tuple[Request, int]]:
         left = self.budget - self.pool.count
         chunks: list[tuple[Request, int]] = []
         served: list[Request] = []
         open_door = True
         while left > 0:
-            if open_door and self.waiting.first_is_before(self.partial):
+            if open_door and self._admits_next():
                 open_door = self._admit()
                 continue
             if not len(self.partial):
@@ -164,25 +192,19 @@ class ChunkedInstance(Instance):
             self.partial.add(request)
         return chunks
 
-    def _start(self) -> None:
+    def _plan(self, start: float) -> Planned | None:
+        """The iteration that starts at `start`, and all that it will have done."""
         self._grow()
         chunks = self._chunks() if len(self.waiting) or len(self.partial) else []
         decodes = self.pool.count
         if not chunks and not decodes:
-            self._busy = False
-            return
-        self._busy = True
+            return None
         prefill = sum(length for _, length in chunks)
         work = sum(chunk_work(length, request.computed_tokens) for request, length in chunks)
         estimator = self.model.given(self.pool.tokens, self.pool.context)
         seconds = estimator.seconds(prefill + decodes, prefill, work)
-        self.clock.after(seconds, lambda: self._end(chunks))
-
-    def _end(self, chunks: list[tuple[Request, int]]) -> None:
-        now = self.clock.now
-        self.iterations += 1
-        for _, _, held in self.pool.tick(now) if self.pool.count else ():
-            self.free += held
+        end = start + seconds
+        freed = sum(held for _, _, held in self.pool.tick(end)) if self.pool.count else 0
         for request, length in chunks:
             self.partial.remove(request)
             request.computed_tokens += length
@@ -190,28 +212,48 @@ class ChunkedInstance(Instance):
                 self.partial.add(request)
                 continue
             held = self._held.pop(request.index)
-            self.prefilled(request, now)
+            self.prefilled(request, end)
             if request.phase is Phase.FINISHED:
-                self.free += held
+                freed += held
             else:
                 self.pool.join(request, 0)
-        self._start()
+        self._running += prefill
+        return Planned(seconds, seconds, partial(self._ended, prefill, freed))
+
+    def _ended(self, prefill: int, freed: int) -> None:
+        self.iterations += 1
+        self._running -= prefill
+        self.free += freed
 
 
 def build(
-    clock: Clock, deployment: Deployment, *, policy: str = "fcfs", tp: int = 0, budget: int = 2048
+    clock: Clock,
+    deployment: Deployment,
+    *,
+    policy: str = "fcfs",
+    tp: int = 0,
+    budget: int = 2048,
+    run_ahead: int = 2,
+    lead: float = inf,
+    planning: float = 0.0,
+    gap: float = 0.0,
 ) -> list[Instance]:
     """Tensor-parallel engines on all GPUs; more than one is data parallelism.
 
     Args:
         clock: of the simulation.
         deployment: its GPUs.
-        policy: "fcfs" or "srpt".
+        policy: "fcfs", "srpt" or "priority".
         tp: GPUs of an engine; 0 takes all.
         budget: tokens of an iteration.
+        run_ahead: iterations issued at once; 1 is vLLM's `--no-async-scheduling`.
+        lead: seconds before the expected end of an iteration at which the next is planned; vLLM plans at its start.
+        planning: seconds that planning takes.
+        gap: seconds between two iterations.
     """
     tp = tp or deployment.gpus
     if deployment.gpus % tp:
         raise ValueError(f"tp={tp} does not divide {deployment.gpus} GPUs")
     model = deployment.hardware.latency(1, tp)
-    return [ChunkedInstance(clock, deployment, tp, model, budget, policy) for _ in range(deployment.gpus // tp)]
+    ahead = Ahead(run_ahead, lead, planning=planning, gap=gap)
+    return [ChunkedInstance(clock, deployment, tp, model, budget, policy, ahead) for _ in range(deployment.gpus // tp)]

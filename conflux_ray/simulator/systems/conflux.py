@@ -1,25 +1,41 @@
 """Conflux Parallelism: `conflux_ray.planning` decides, this file executes its decisions in simulated time.
 
-One iteration after the other: at its start memory is grown for the resident decodes and the policy plans; its length
-is that of the latency model for what was planned (Eqs. 2-6). KV follows the two views of the engine's pool: a prefill
-holds its share of blocks on every rank, a decode all of its blocks on one, and a completing request both until the
-iteration that moves it has ended. As in the engine, a decode that cannot grow is preempted, the newest of its rank
-first, and its tokens so far become its prompt.
+When an iteration is planned, ahead of its start as in the engine (`ahead.py`), memory is grown for the decodes that
+will be resident and the policy plans; its length is that of the latency model for what was planned (Eqs. 2-6), and what
+it will have done is the state that the next plan sees. KV follows the two views of the engine's pool: a prefill holds
+its share of blocks on every rank, a decode all of its blocks on one, and a completing request both until the iteration
+that moves it has ended. The blocks of a request that has ended return when all iterations have that were issued before.
+A decode that cannot grow is preempted, the newest of its rank first, and its tokens so far become its prompt. Its
+blocks return at once, where the engine waits for a token that is in flight.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from conflux_ray.kv.geometry import KVGeometry
 from conflux_ray.planning.interface import Decision, DecodeState, KVState, PendingPrefill, Policy
 from conflux_ray.planning.latency_model import LatencyModel, chunk_work
 from conflux_ray.planning.scheduler import Scheduler, SchedulerParams
+from conflux_ray.simulator.ahead import Ahead, Issuer, Planned
 from conflux_ray.simulator.clock import Clock
 from conflux_ray.simulator.decodes import DecodePool
 from conflux_ray.simulator.deployment import BLOCK_SIZE, Deployment, Instance, prefill_rate
 from conflux_ray.simulator.request import Phase, Request
 from conflux_ray.simulator.systems.ablations import EvenDispatch, SeparatedModel, UniformModel
+
+ENGINE = Ahead(iterations=2, lead=0.005, lead_share=0.1)
+"""What the engine does: `RUN_AHEAD`, `LEAD_SECONDS` and `LEAD_SHARE` of `execution/loop.py`."""
+
+
+@dataclass(slots=True)
+class _Blocks:
+    """Blocks that return with the end of an iteration: pages on every rank, and (rank, blocks)."""
+
+    pages: int = 0
+    freed: list[tuple[int, int]] = field(default_factory=list)
+    finished: list[tuple[int, int]] = field(default_factory=list)  # unless a later iteration may touch them
 
 
 class ConfluxInstance(Instance):
@@ -32,6 +48,7 @@ class ConfluxInstance(Instance):
         model: how long iterations take.
         policy: the scheduler.
         localized: whether a decode lives on one rank; False keeps it sharded over all of them (an ablation).
+        ahead: when it plans; None: as the engine does.
     """
 
     def __init__(
@@ -42,6 +59,7 @@ class ConfluxInstance(Instance):
         model: LatencyModel,
         policy: Policy,
         localized: bool = True,
+        ahead: Ahead | None = None,
     ) -> None:
         num_ranks = model.num_ranks
         super().__init__(clock, deployment.new_cache(base_tp, num_ranks))
@@ -58,10 +76,12 @@ class ConfluxInstance(Instance):
         self._described: dict[str, PendingPrefill] = {}
         self._partial: dict[str, tuple[int, int]] = {}
         self._tbt: dict[float, int] = {}  # residents by TBT
-        self._busy = False
+        self._issuer = Issuer(clock, self._plan, ahead or ENGINE)
+        self._newest = _Blocks()  # of the iteration issued last
+        self._running = 0  # prompt tokens of the iterations in flight
 
     def queued_tokens(self) -> int:
-        return sum(p.remaining for p in self._described.values())
+        return sum(p.remaining for p in self._described.values()) + self._running
 
     def kv_in_use(self) -> int:
         return self.geometry.usable_blocks * self.num_ranks - sum(self.free)
@@ -72,8 +92,7 @@ class ConfluxInstance(Instance):
             request.to(Phase.REJECTED)
             return
         self._enqueue(request)
-        if not self._busy:
-            self._start()
+        self._issuer.wake()
 
     def _prefill_blocks(self, tokens: int) -> int:
         return self.geometry.prefill_blocks(tokens)
@@ -137,18 +156,16 @@ class ConfluxInstance(Instance):
         if not self._tbt[request.slo.tbt]:
             del self._tbt[request.slo.tbt]
 
-    def _start(self) -> None:
+    def _plan(self, start: float) -> Planned | None:
+        """The iteration that starts at `start`, and all that it will have done."""
         self._grow()
         if not self.pending and not self.pool.count:
-            self._busy = False
-            return
-        self._busy = True
+            return None
         decodes = self._decode_state()
         estimator = self.model.given(decodes.tokens, decodes.context)
         if not self.pending:  # nothing to decide
             decision = Decision(predicted=estimator.seconds(max(decodes.tokens), 0, 0.0))
-            self.clock.after(decision.predicted, lambda: self._end(decision, decision.predicted))
-            return
+            return self._issued(decision, decision.predicted, start)
         if self.cache is not None:  # what it holds may have changed
             for request in self.pending.values():
                 if request.phase is Phase.WAITING:
@@ -156,6 +173,8 @@ class ConfluxInstance(Instance):
         kv = KVState(self.geometry.usable_blocks, self.free.copy(), list(self._partial.values()))
         decision = self.policy.schedule(list(self._described.values()), decodes, kv, self.clock.now)
         if not decision.chunks and not self.pool.count:
+            if self._issuer.in_flight:
+                return None  # blocks return when it ends
             raise RuntimeError(
                 f"{len(self.pending)} pending prefills, no decodes, and the policy schedules nothing at "
                 f"{self.clock.now:.3f} s: the instance would wait for ever"
@@ -179,35 +198,49 @@ class ConfluxInstance(Instance):
                 self.free[rank_or_none] -= described.decode_blocks
                 incoming[rank_or_none] += request.total_tokens * (self.num_ranks - 1) / self.num_ranks
         measured = estimator.seconds(max(loads), max(prefill), work, max(incoming))
-        self.clock.after(measured, lambda: self._end(decision, measured))
+        return self._issued(decision, measured, start)
 
-    def _end(self, decision: Decision, measured: float) -> None:
-        now = self.clock.now
-        self.iterations += 1
-        self.policy.observe(decision, measured)
-        for request, rank, held in self.pool.tick(now) if self.pool.count else ():
-            self._give(rank, held)
+    def _issued(self, decision: Decision, measured: float, start: float) -> Planned:
+        end = start + measured
+        blocks = self._newest = _Blocks()
+        for request, rank, held in self.pool.tick(end) if self.pool.count else ():
+            blocks.finished.append((rank, held))
             self._leave(request)
         for chunk in decision.chunks:
             request = self.pending[chunk.request_id]
             request.computed_tokens += chunk.length
+            self._running += chunk.length
             if chunk.completes:
-                self._complete(request, decision.placements.get(chunk.request_id), now)
+                blocks.pages += self._complete(request, decision.placements.get(chunk.request_id), end)
             else:
                 self._describe(request)
-        self._start()
+        return Planned(measured, decision.predicted, partial(self._ended, decision, measured, blocks))
 
-    def _complete(self, request: Request, rank: int | None, now: float) -> None:
+    def _ended(self, decision: Decision, measured: float, blocks: _Blocks) -> None:
+        self.iterations += 1
+        self._running -= sum(chunk.length for chunk in decision.chunks)
+        self.policy.observe(decision, measured)
+        self.free = [f + blocks.pages for f in self.free]
+        for rank, held in blocks.freed:
+            self._give(rank, held)
+        if self._issuer.in_flight:
+            self._newest.freed += blocks.finished
+            return
+        for rank, held in blocks.finished:
+            self._give(rank, held)
+
+    def _complete(self, request: Request, rank: int | None, end: float) -> int:
+        """Its prefill ends at `end`; returns the blocks of its pages on every rank, if it needs them no more."""
         del self.pending[request.name], self._described[request.name]
-        blocks, _ = self._partial.pop(request.name)
-        self.prefilled(request, now)
+        pages, _ = self._partial.pop(request.name)
+        self.prefilled(request, end)
         if request.phase is not Phase.FINISHED:
             self.pool.join(request, rank if rank is not None else 0)
             self._tbt[request.slo.tbt] = self._tbt.get(request.slo.tbt, 0) + 1
             if not self.localized:
-                return  # its pages stay where they are
+                return 0  # its pages stay where they are
             request.transferred_tokens += request.total_tokens - 1
-        self.free = [f + blocks for f in self.free]
+        return pages
 
 
 POLICIES = ("slo", "fcfs", "srpt")
@@ -222,6 +255,11 @@ def build(
     base_tp: int = 1,
     without: str = "none",
     tbt: float = 0.1,
+    run_ahead: int = ENGINE.iterations,
+    lead: float = ENGINE.lead,
+    lead_share: float = ENGINE.lead_share,
+    planning: float = 0.0,
+    gap: float = 0.0,
 ) -> list[Instance]:
     """One XP instance.
 
@@ -233,6 +271,13 @@ def build(
         without: one of `ABLATIONS`. "overlap", "phase" and "cobatch" are cumulative, as in Fig. 13; "even" splits
             prefill tokens evenly over ranks, "skewed" always packs decodes onto the fullest rank.
         tbt: the deployment's TBT, for the time that an idle instance may plan ahead, seconds.
+        run_ahead: iterations issued at once; 1 plans at the end of the iteration before (`Ahead` has this and the
+            following).
+        lead: seconds before the expected end of an iteration at which the next is planned; infinity: at its start, as
+            with `instance.late_planning: false`.
+        lead_share: the same as a share of the iteration.
+        planning: seconds that planning takes.
+        gap: seconds between two iterations.
     """
     if deployment.gpus % base_tp:
         raise ValueError(f"base_tp={base_tp} does not divide {deployment.gpus} GPUs")
@@ -254,4 +299,5 @@ def build(
         scheduler = Scheduler(model, policy, params)
     else:
         raise ValueError(f"without={without!r} is no ablation; choose one of {', '.join(ABLATIONS)}")
-    return [ConfluxInstance(clock, deployment, base_tp, model, scheduler, localized)]
+    ahead = Ahead(run_ahead, lead, lead_share, planning, gap)
+    return [ConfluxInstance(clock, deployment, base_tp, model, scheduler, localized, ahead)]

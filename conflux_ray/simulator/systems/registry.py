@@ -93,6 +93,7 @@ SYSTEMS: dict[str, System] = {
     "conflux-srpt": System("ConfluxServe-SRPT", conflux.build, {"policy": "srpt"}, _conflux),
     "chunked": System("Chunked Prefill", chunked.build, {"policy": "fcfs"}, _chunked),
     "chunked++": System("Chunked++", chunked.build, {"policy": "srpt"}, _chunked),
+    "chunked-priority": System("vLLM by priority", chunked.build, {"policy": "priority"}, _chunked),
     "distserve": System("DistServe", distserve.build, {"policy": "fcfs"}, _distserve),
     "distserve++": System("DistServe++", distserve.build, {"policy": "srpt"}, _distserve),
     "loongserve": System("LoongServe", loongserve.build, {"policy": "fcfs"}, _loongserve),
@@ -101,5 +102,8 @@ SYSTEMS: dict[str, System] = {
     "muxwise++": System("MuxWise++", muxwise.build, {"policy": "srpt"}, _muxwise),
     "data-parallel": System("Data parallel", chunked.build, {"policy": "fcfs"}, _data_parallel),
     "data-parallel++": System("Data parallel++", chunked.build, {"policy": "srpt"}, _data_parallel),
+    "data-parallel-priority": System(
+        "vLLM by priority, replicas", chunked.build, {"policy": "priority"}, _data_parallel
+    ),
 }
-"""By name. `++` orders prefills by remaining tokens, as in section 8.1."""
+"""By name. `++` orders prefills by remaining tokens, as in section 8.1; `-priority` is the nearest that vLLM has."""
