@@ -110,6 +110,11 @@ class InstanceConfig(_Section):
     attention_graphs: bool = Field(
         True, description="Capture the attention region once an iteration, repeat it for all layers (device cuda)."
     )
+    peer_memory: bool = Field(
+        True,
+        description="Exchange heads by writing into the other GPUs' memory where they reach it, else by NCCL (device "
+        "cuda).",
+    )
     late_planning: bool = Field(
         True, description="Plan an iteration shortly before the running one ends, not as soon as it has begun."
     )

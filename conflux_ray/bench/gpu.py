@@ -1,4 +1,4 @@
-"""`conflux bench gpu`: how near an iteration comes to its own lower bound on this machine's devices.
+"""`conflux bench gpu [iteration]`: how near an iteration comes to its own lower bound on this machine's devices.
 
 The bound is what no overlap can beat: the shared linear region alone, and the longer of the two attention paths alone.
 All parts and the iterations are measured on the same workers in rounds of random order, as the profiler does it.
@@ -7,6 +7,7 @@ All parts and the iterations are measured on the same workers in rounds of rando
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import statistics
 import sys
@@ -157,8 +158,12 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+OTHERS = ("decode", "scaling")
+"""Words after `conflux bench gpu` that name another module, `gpu_WORD`."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print the table.
+    """Measure and print the table, or what another word asks for.
 
     Args:
         argv: command line after `conflux bench gpu`.
@@ -166,7 +171,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status.
     """
-    parser = argparse.ArgumentParser(prog="conflux bench gpu", description="Iterations against their lower bound.")
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in OTHERS:
+        other = importlib.import_module(f"conflux_ray.bench.gpu_{words[0]}")
+        return int(other.main(words[1:]))
+    if words and words[0] == "iteration":
+        del words[0]
+    parser = argparse.ArgumentParser(
+        prog="conflux bench gpu [iteration]",
+        description="Iterations against their lower bound. `conflux bench gpu decode`: iterations of decodes alone, "
+        "beside vLLM's. `conflux bench gpu scaling`: a prompt's prefill on more ranks.",
+    )
     parser.add_argument("--model", default="qwen3-14b-shape")
     parser.add_argument("--load-format", choices=("auto", "safetensors", "dummy"), default="dummy")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -187,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON file")
     parser.add_argument("--png", type=Path, help="picture")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(words)
     # Imported here: it brings torch and vLLM.
     from conflux_ray.profiling.measure import WorkerMeasure, run_rounds, warm_up
 

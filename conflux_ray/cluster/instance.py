@@ -115,6 +115,7 @@ class Instance:
             gpu_memory_utilization=instance.gpu_memory_utilization,
             max_prefill_tokens=config.scheduler.max_prefill_tokens,
             max_num_seqs=instance.max_num_seqs,
+            peer_memory=instance.peer_memory,
             repeat_attention=instance.attention_graphs and instance.device == "cuda",
             graph_sizes=graph_sizes(LARGEST_GRAPH) if graphs else (),
             decode_sizes=decode_sizes(instance.max_num_seqs) if graphs else (),

@@ -2,8 +2,8 @@
 
 For one layer, on one worker:
 
-* *Prefill*, on the main stream: pack Q, K, V of the own shard by destination rank; all-to-all; write the received K
-  and V into head-sharded blocks; attend the own head shard for the tokens of all ranks; all-to-all back.
+* *Prefill*, on the main stream: send Q, K, V of the own shard to the ranks of their heads (`exchange`); write the
+  received K and V into head-sharded blocks; attend the own head shard for the tokens of all ranks; send it back.
 * *Decode*, on the decode stream: write K and V into local blocks; attend over the local context, all heads.
 
 Both join before the output projection. A rank without a shard enters every collective all the same.
@@ -21,31 +21,7 @@ import torch
 
 from conflux_ray.execution.batch import BlockTable, RankBatch, gather_slots, stack_tables
 from conflux_ray.execution.device import Device, Event, Sequences, Stream
-
-
-@dataclass(frozen=True, slots=True)
-class HeadLayout:
-    """Attention heads of one worker (of one base-TP rank) and their Ulysses split over P ranks."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    sp_degree: int
-
-    @property
-    def shard_heads(self) -> int:
-        """Query heads one rank attends for prefill."""
-        return self.num_heads // self.sp_degree
-
-    @property
-    def shard_kv_heads(self) -> int:
-        """KV heads one rank holds for prefill."""
-        return self.num_kv_heads // self.sp_degree
-
-    @property
-    def packed_heads(self) -> int:
-        """Heads a token sends to one rank: its Q, K and V shard."""
-        return self.shard_heads + 2 * self.shard_kv_heads
+from conflux_ray.execution.exchange import HeadExchange, HeadLayout
 
 
 class KVPool:
@@ -201,16 +177,15 @@ class XPAttention:
         device: streams, kernels, collectives.
         pool: the worker's KV memory.
         layout: heads of this worker.
-        group: the SP group: the workers of the same base-TP index on all logical ranks.
+        exchange: of heads, in the SP group: the workers of the same base-TP index on all logical ranks.
+        scale: of the attention logits.
     """
 
-    def __init__(
-        self, device: Device, pool: KVPool, layout: HeadLayout, group: torch.distributed.ProcessGroup, scale: float
-    ) -> None:
+    def __init__(self, device: Device, pool: KVPool, layout: HeadLayout, exchange: HeadExchange, scale: float) -> None:
         self.device = device
         self.pool = pool
         self.layout = layout
-        self.group = group
+        self.exchange = exchange
         self.scale = scale
 
     def plan(self, step: AttentionStep) -> None:
@@ -302,21 +277,12 @@ class XPAttention:
     def _scatter_heads(
         self, step: AttentionStep, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """First all-to-all: from (n_p, all heads) here to (T, this rank's heads), Q, K and V packed."""
-        layout, n_p = self.layout, query.shape[0]
-        p = layout.sp_degree
-        send = self.device.pack_heads(query, key, value, p)
-        received = send.new_empty(step.num_received, layout.packed_heads, layout.head_size)
-        self.device.all_to_all(received, send, step.shard_sizes, [n_p] * p, self.group)
-        return received
+        """First exchange: from (n_p, all heads) here to (T, this rank's heads), Q, K and V packed."""
+        return self.exchange.scatter(query, key, value, step.shard_sizes, step.rank)
 
     def _gather_heads(self, step: AttentionStep, attended: torch.Tensor, output: torch.Tensor) -> None:
-        """Second all-to-all: from (T, this rank's heads) back to (n_p, all heads)."""
-        layout, n_p = self.layout, output.shape[0]
-        p = layout.sp_degree
-        back = attended.new_empty(p * n_p, layout.shard_heads, layout.head_size)
-        self.device.all_to_all(back, attended, [n_p] * p, step.shard_sizes, self.group)
-        self.device.merge_heads(back, output)
+        """Second exchange: from (T, this rank's heads) back to (n_p, all heads)."""
+        self.exchange.gather(attended, step.shard_sizes, step.rank, output)
 
 
 class RepeatedAttention(XPAttention):
@@ -328,10 +294,8 @@ class RepeatedAttention(XPAttention):
     a graph), a layer costs the host a handful of launches instead of dozens, which is what limits mixed iterations.
     """
 
-    def __init__(
-        self, device: Device, pool: KVPool, layout: HeadLayout, group: torch.distributed.ProcessGroup, scale: float
-    ) -> None:
-        super().__init__(device, pool, layout, group, scale)
+    def __init__(self, device: Device, pool: KVPool, layout: HeadLayout, exchange: HeadExchange, scale: float) -> None:
+        super().__init__(device, pool, layout, exchange, scale)
         self._places: list[torch.Tensor] = []  # of Q, K, V and the output
         self._layer: Callable[[], None] = _nothing
 

@@ -68,6 +68,7 @@ def _pack_heads(
     value,
     packed,
     num_tokens,
+    first_rank,
     query_stride,
     key_stride,
     value_stride,
@@ -76,7 +77,7 @@ def _pack_heads(
     block: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    rank = tl.program_id(1).to(tl.int64)
+    rank = first_rank + tl.program_id(1).to(tl.int64)
     element = tl.program_id(2) * block + tl.arange(0, block)
     width = query_width + 2 * kv_width
     is_query = element < query_width
@@ -88,24 +89,52 @@ def _pack_heads(
         value + token * value_stride + rank * kv_width + element - query_width - kv_width, mask=is_value, other=0.0
     )
     row = tl.where(is_query, q, tl.where(is_key, k, v))
-    tl.store(packed + (rank * num_tokens + token) * width + element, row, mask=element < width)
+    tl.store(packed + ((rank - first_rank) * num_tokens + token) * width + element, row, mask=element < width)
 
 
 def pack_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, degree: int) -> torch.Tensor:
     """See `Device.pack_heads`."""
     n, heads, size = query.shape
-    shard_heads, shard_kv_heads = heads // degree, key.shape[1] // degree
-    packed = query.new_empty(degree * n, shard_heads + 2 * shard_kv_heads, size)
+    packed = query.new_empty(degree * n, (heads + 2 * key.shape[1]) // degree, size)
+    _pack(query, key, value, degree, 0, degree, packed)
+    return packed
+
+
+def push_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, degree: int, rank: int, target: torch.Tensor
+) -> None:
+    """Write one rank's shard of n tokens' heads.
+
+    Args:
+        query, key, value, degree: as `pack_heads` takes them.
+        rank: whose.
+        target: (n, (heads + 2 * kv_heads) / P, D), contiguous; written. It may be another GPU's memory.
+    """
+    _pack(query, key, value, degree, rank, 1, target)
+
+
+def _pack(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    degree: int,
+    first_rank: int,
+    ranks: int,
+    packed: torch.Tensor,
+) -> None:
+    n, heads, size = query.shape
     if n == 0:
-        return packed
+        return
+    shard_heads, shard_kv_heads = heads // degree, key.shape[1] // degree
     width = packed.shape[1] * size
     block = _block(width)
-    _pack_heads[(n, degree, triton.cdiv(width, block))](
+    _pack_heads[(n, ranks, triton.cdiv(width, block))](
         query,
         key,
         value,
         packed,
         n,
+        first_rank,
         query.stride(0),
         key.stride(0),
         value.stride(0),
@@ -113,7 +142,6 @@ def pack_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, degr
         shard_kv_heads * size,
         block=block,
     )
-    return packed
 
 
 @triton.jit
@@ -135,6 +163,24 @@ def merge_heads(shards: torch.Tensor, output: torch.Tensor) -> None:
     degree = output.shape[1] // shards.shape[1]
     block = _block(width)
     _merge_heads[(n, degree, triton.cdiv(width, block))](shards, output, n, output.stride(0), width, block=block)
+
+
+@triton.jit
+def _copy_heads(source, target, source_stride, target_stride, width, block: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    element = tl.program_id(1) * block + tl.arange(0, block)
+    inside = element < width
+    row = tl.load(source + token * source_stride + element, mask=inside)
+    tl.store(target + token * target_stride + element, row, mask=inside)
+
+
+def copy_heads(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy n tokens' heads, (n, heads, D), each token contiguous; the target may be another GPU's memory."""
+    n, width = source.shape[0], source.shape[1] * source.shape[2]
+    if n == 0:
+        return
+    block = _block(width)
+    _copy_heads[(n, triton.cdiv(width, block))](source, target, source.stride(0), target.stride(0), width, block=block)
 
 
 @triton.jit

@@ -10,7 +10,6 @@ import torch
 
 from conflux_ray.execution.attention import (
     AttentionStep,
-    HeadLayout,
     KVPool,
     RepeatedAttention,
     XPAttention,
@@ -19,6 +18,7 @@ from conflux_ray.execution.attention import (
 from conflux_ray.execution.batch import BlockTable, RankBatch, build_batch
 from conflux_ray.execution.decode_graphs import DecodeGraphs
 from conflux_ray.execution.device import Device, Event
+from conflux_ray.execution.exchange import CollectiveExchange, HeadExchange, HeadLayout
 from conflux_ray.execution.plan import (
     Chunk,
     Decode,
@@ -56,6 +56,7 @@ class RunnerLimits:
     gpu_memory_utilization: float = 0.9  # share of the device's memory for everything
     repeat_attention: bool = False  # enqueue the attention region once an iteration, for all layers
     graph_sizes: tuple[int, ...] = ()  # numbers of tokens at which the linear regions are captured as CUDA graphs
+    peer_memory: bool = True  # exchange heads by writing into the other GPUs' memory, where that works
     decode_sizes: tuple[int, ...] = ()  # numbers of decodes at which iterations of decodes alone are, as a whole
 
 
@@ -130,7 +131,7 @@ class ModelRunner:
         self.pool = self._make_pool(2)
         limits = limits or RunnerLimits()
         attention = self.attention_class or (RepeatedAttention if limits.repeat_attention else XPAttention)
-        self.attention = attention(device, self.pool, self.layout, sp_group, model.scale)
+        self.attention = attention(device, self.pool, self.layout, self._exchange(sp_group, limits), model.scale)
         self.transitions = Transitions(device, self.pool, self.layout, self.rank, transfer_group)
         if device.compiles or not num_blocks:
             self.warm_up(limits)
@@ -168,6 +169,25 @@ class ModelRunner:
             return result
 
         return RunningIteration(done, read)
+
+    def _exchange(self, group: torch.distributed.ProcessGroup, limits: RunnerLimits) -> HeadExchange:
+        """How heads go from rank to rank; all workers come to the same answer."""
+        collective = CollectiveExchange(self.device, self.layout, group)
+        if not limits.peer_memory or self.num_ranks == 1 or self.device.torch_device.type != "cuda":
+            return collective
+        from conflux_ray.execution.peer import peer_exchange
+
+        most = limits.max_prefill_tokens
+        return peer_exchange(
+            self.layout,
+            group,
+            self.num_ranks * most,  # the warm-up gives each rank as many
+            most,
+            self.model.shape.dtype,
+            self.device.torch_device,
+            collective,
+            self.model.smallest,
+        )
 
     def warm_up(self, limits: RunnerLimits) -> None:
         """Run the largest iteration once, on a pool of its own that all layers share. All workers call it together.

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from conflux_ray.execution.attention import HeadLayout, KVPool
+from conflux_ray.execution.attention import KVPool
 from conflux_ray.execution.batch import BlockTable, Segment, gather_slots
 from conflux_ray.execution.device import Device, Event
+from conflux_ray.execution.exchange import HeadLayout
 from conflux_ray.execution.plan import Transfer
 
 

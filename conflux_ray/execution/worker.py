@@ -52,6 +52,7 @@ class WorkerSpec:
     max_num_seqs: int = 128  # resident decodes of one logical rank, likewise
     repeat_attention: bool = False  # `attention.RepeatedAttention`
     graph_sizes: tuple[int, ...] = ()  # of CUDA graphs, tokens (`vllm_compat.graphs.graph_sizes`); none: eager
+    peer_memory: bool = True  # `peer.PeerExchange` where GPUs reach each other's memory
     decode_sizes: tuple[int, ...] = ()  # of `decode_graphs`, decodes; on a GPU at most the largest of graph_sizes
 
 
@@ -95,6 +96,7 @@ class Worker:
                 spec.gpu_memory_utilization,
                 spec.repeat_attention,
                 spec.graph_sizes,
+                spec.peer_memory,
                 spec.decode_sizes,
             ),
         )

@@ -188,7 +188,7 @@ class ProfilingRunner(ModelRunner):
 
     def _variant(self, kind: type[Variant]) -> Variant:
         own = self.attention
-        return kind(self.device, self.pool, self.layout, own.group, own.scale)
+        return kind(self.device, self.pool, self.layout, own.exchange, own.scale)
 
     def _random(self, tokens: int, heads: int) -> torch.Tensor:
         shape = (tokens, heads, self.layout.head_size)

@@ -129,6 +129,7 @@ def main() -> int:
     parser.add_argument("--delay", type=float, default=0.0, help="most seconds injected before side-stream work")
     parser.add_argument("--graphs", type=int, default=0, help="capture the linear regions up to this many tokens")
     parser.add_argument("--repeat", action="store_true", help="enqueue attention once an iteration for all layers")
+    parser.add_argument("--nccl", action="store_true", help="exchange heads by NCCL, not by writing into other GPUs")
     parser.add_argument("--runner", help="module:class of a runner with a planted bug (tests.execution.faults)")
     parser.add_argument("--threads", type=int, default=8, help="of the reference")
     args = parser.parse_args()
@@ -154,6 +155,7 @@ def main() -> int:
             max_prefill_tokens=512,
             max_num_seqs=16,
             repeat_attention=args.repeat,
+            peer_memory=not args.nccl,
             graph_sizes=graph_sizes(args.graphs) if args.graphs else (),
             decode_sizes=decode_sizes(16) if args.graphs else (),
             **options,

@@ -11,10 +11,11 @@ import pytest
 pytestmark = pytest.mark.heavy
 
 torch = pytest.importorskip("torch")
-from conflux_ray.execution.attention import HeadLayout, KVPool  # noqa: E402
+from conflux_ray.execution.attention import KVPool  # noqa: E402
 from conflux_ray.execution.batch import slots, stack_tables  # noqa: E402
 from conflux_ray.execution.cpu import CpuDevice  # noqa: E402
 from conflux_ray.execution.device import Sequences  # noqa: E402
+from conflux_ray.execution.exchange import HeadLayout  # noqa: E402
 
 LAYOUT = HeadLayout(num_heads=8, num_kv_heads=4, head_size=16, sp_degree=2)
 BLOCK_SIZE = 4

@@ -65,6 +65,38 @@ def test_heads_packed_by_destination_are_the_plain_ones(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "degree"), HEAD_SHAPES)
 @pytest.mark.parametrize("n", [0, 1, 37])
+def test_heads_written_for_one_rank_are_its_part_of_the_packed_ones(
+    plain: Device, n: int, heads: int, kv_heads: int, size: int, degree: int, dtype: torch.dtype
+) -> None:
+    from conflux_ray.execution import kernels
+
+    q = rows(n, heads, size, dtype, 1, padding=2 * kv_heads * size)
+    k, v = rows(n, kv_heads, size, dtype, 2, padding=32), rows(n, kv_heads, size, dtype, 3)
+    packed = plain.pack_heads(q, k, v, degree)
+    for rank in range(degree):
+        target = torch.zeros(n + 2, *packed.shape[1:], dtype=dtype).cuda()
+        kernels.push_heads(q, k, v, degree, rank, target[1 : n + 1])
+        torch.testing.assert_close(target[1 : n + 1], packed[rank * n : (rank + 1) * n], rtol=0, atol=0)
+        assert not target[0].any()
+        assert not target[-1].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [0, 1, 37])
+def test_copied_heads_stay_within_their_place(n: int, dtype: torch.dtype) -> None:
+    from conflux_ray.execution import kernels
+
+    source = rows(n, 6, 48, dtype, 1, padding=32)
+    target = torch.zeros(n, 20, 48, dtype=dtype).cuda()
+    kernels.copy_heads(source, target[:, 7:13])
+    torch.testing.assert_close(target[:, 7:13], source, rtol=0, atol=0)
+    assert not target[:, :7].any()
+    assert not target[:, 13:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "degree"), HEAD_SHAPES)
+@pytest.mark.parametrize("n", [0, 1, 37])
 def test_merged_head_shards_are_the_plain_ones(
     plain: Device, cuda: Device, n: int, heads: int, kv_heads: int, size: int, degree: int, dtype: torch.dtype
 ) -> None:
