@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from conflux_ray.bench.live.client import Target
-from conflux_ray.bench.live.contenders import Contender, ContenderError, Site, launches, read, standard
+from conflux_ray.bench.live.contenders import Contender, ContenderError, Site, launches, read, simulated, standard
 from conflux_ray.bench.live.machine import gpus as find_gpus
 from conflux_ray.bench.live.machine import machine, versions
 from conflux_ray.bench.live.options import add_load, load_of, settings_of
 from conflux_ray.bench.live.point import Load, ended_by_sigterm, run_point, run_trace, write_json
-from conflux_ray.bench.live.predict import hardware_of, predict
-from conflux_ray.bench.live.report import Entry, compare_text
+from conflux_ray.bench.live.predict import FORMAT, errors, hardware_of, predict
+from conflux_ray.bench.live.report import Entry, compare_text, rates_of
 from conflux_ray.bench.live.server_info import ServerError, vocab_size_of
 from conflux_ray.bench.live.servers import Servers, running
 from conflux_ray.bench.live.store import Store, StoreError
@@ -129,6 +129,7 @@ class Comparison:
                 "versions": versions(),
                 "machine": machine(),
                 "start_seconds": round(took, 1),
+                "kv_tokens": servers.kv_tokens(),
             }
             write_json(self._path(contender), about)
             target = Target(servers.urls, self._site.model, None, contender.prompt_priority)
@@ -185,15 +186,31 @@ def entries_of(store: Store, load: Load | None, hardware: Hardware | None, gpus:
         entry = Entry(name, values["kind"], store.points(name), about=about)
         for point in entry.usable if "policy" in values else []:
             key = f"{name} {point.rate:g} {point.seed}"
-            if key not in predictions and load is not None and hardware is not None:
-                contender = Contender(**{**values, "flags": tuple(values["flags"])})
-                predictions[key] = predict(contender, hardware, gpus, load, point.rate, point.seed)
-            if "attainment" in predictions.get(key, {}):
-                entry.predictions[point.rate, point.seed] = predictions[key]["attainment"]
+            known = about.get("kv_tokens")
+            contender = Contender(**{**values, "flags": tuple(values["flags"])})
+            if not _is_of(predictions.get(key, {}), known) and load is not None and hardware is not None:
+                predictions[key] = predict(contender, hardware, gpus, load, point.rate, point.seed, known)
+            if _is_of(predictions.get(key, {}), known):
+                entry.predictions[point.rate, point.seed] = predictions[key]
+            named = simulated(contender, gpus)
+            if named is not None and hardware is not None:
+                about["iteration_times"] = _times(hardware, contender, named[2])
         entries.append(entry)
     if predictions:
         write_json(kept, predictions)
     return sorted(entries, key=lambda e: (e.kind != "conflux", not e.name.startswith("conflux-slo"), e.name))
+
+
+def _is_of(prediction: dict[str, Any], kv_tokens: int | None) -> bool:
+    """Whether a kept prediction is one, of today's simulator and of this KV memory."""
+    return prediction.get("format") == FORMAT and prediction["kv_tokens"] == kv_tokens
+
+
+def _times(hardware: Hardware, contender: Contender, gpus: int) -> str:
+    """Where the simulated iteration times of a contender come from."""
+    ranks = gpus // contender.tensor_parallel if contender.kind == "conflux" else 1
+    name = hardware.latency(ranks, contender.tensor_parallel).name
+    return f"stated figures ({name})" if name.startswith("stated") else f"the measured profile {name}"
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -337,7 +354,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             "contenders": [
                 entry.about
                 | {"points": [{k: v for k, v in p.to_json().items() if k != "records"} for p in entry.points]}
-                | {"simulated": [{"rate": r, "seed": s, "attainment": a} for (r, s), a in entry.predictions.items()]}
+                | {
+                    "simulated": [
+                        {"rate": p.rate, "seed": p.seed, "error": errors(p.score(), said)} | said
+                        for rate in rates_of([entry])
+                        for p, said in entry.pairs(rate)
+                    ]
+                }
                 for entry in entries
             ],
         },

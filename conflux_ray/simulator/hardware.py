@@ -452,6 +452,33 @@ class SlowedHardware:
         )
 
 
+@dataclass(frozen=True)
+class SizedHardware:
+    """A machine whose KV memory is known, a running server's say; the rest is that of `hardware`.
+
+    Args:
+        hardware: the machine.
+        tokens: of KV on one logical rank, whatever its base TP.
+    """
+
+    hardware: Hardware
+    tokens: int
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.hardware.shape
+
+    @property
+    def device(self) -> Device:
+        return self.hardware.device
+
+    def latency(self, num_ranks: int, base_tp: int) -> LatencyModel:
+        return self.hardware.latency(num_ranks, base_tp)
+
+    def kv_tokens(self, base_tp: int) -> int:
+        return self.tokens
+
+
 def narrowest_tp(hardware: Hardware, gpus: int) -> int:
     """The fewest GPUs of a logical rank that hold the weights and two requests of the longest kind (section 5).
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import psutil
@@ -28,9 +29,17 @@ from conflux_ray.bench.live.contenders import (
     standard,
 )
 from conflux_ray.bench.live.point import Load, Point
-from conflux_ray.bench.live.predict import hardware_of, predict
-from conflux_ray.bench.live.report import Entry, attainment_table, largest_rate, pairs, pairs_table
-from conflux_ray.bench.live.server_info import ServerError, healthy
+from conflux_ray.bench.live.predict import FIGURES, errors, hardware_of, predict
+from conflux_ray.bench.live.report import (
+    Entry,
+    attainment_table,
+    largest_rate,
+    latency_table,
+    pairs,
+    pairs_table,
+    predicted_lengths_table,
+)
+from conflux_ray.bench.live.server_info import ServerError, healthy, kv_tokens_in
 from conflux_ray.bench.live.servers import Servers, running
 from conflux_ray.simulator.request import Slo
 from conflux_ray.simulator.workload import Workload
@@ -184,9 +193,11 @@ def test_contenders_come_from_yaml(tmp_path: Path) -> None:
 def test_the_simulator_has_a_system_for_each() -> None:
     found = {c.name: simulated(c, 2) for c in standard(2, "cuda", [2048], 8192)}
     assert found["conflux-slo"] == ("conflux", {"base_tp": 1}, 2)
-    assert found["vllm-tp2-priority-2048"] == ("chunked++", {"tp": 2, "budget": 2048}, 2)
+    assert found["vllm-tp2-priority-2048"] == ("chunked-priority", {"tp": 2, "budget": 2048}, 2)
     assert found["vllm-2x-2048"] == ("data-parallel", {"tp": 1, "budget": 2048}, 2)
     assert simulated(Contender("p", "conflux", "plain"), 2) is None
+    early = Contender("e", "conflux", "slo", args={"instance": {"late_planning": False}})
+    assert simulated(early, 2) == ("conflux", {"base_tp": 1, "lead": inf}, 2)
     hardware = hardware_of("qwen3-14b-shape", 2 * [{"name": "NVIDIA H200"}])
     assert hardware is not None
     assert not hardware.latency(2, 1).name.startswith("stated:")  # the shipped profile
@@ -195,7 +206,12 @@ def test_the_simulator_has_a_system_for_each() -> None:
     assert hardware_of("qwen3-14b-shape", []) is None
     load = Load(Workload.from_table("toolagent", 32768), Slo(), seconds=10.0)
     (contender,) = (c for c in standard(2, "cuda", [2048], 8192) if c.name == "vllm-tp2-2048")
-    assert predict(contender, hardware, 2, load, 1.0, 0)["attainment"] == 1.0
+    found = predict(contender, hardware, 2, load, 1.0, 0)
+    assert found["attainment"] == 1.0
+    assert sum(group["counted"] for group in found["lengths"]) == found["counted"]
+    assert "error" not in predict(contender, hardware, 2, load, 1.0, 0, kv_tokens=100_000)
+    # No request fits any more.
+    assert predict(contender, hardware, 2, load, 1.0, 0, kv_tokens=64)["attainment"] == 0.0
 
 
 # Processes
@@ -320,7 +336,43 @@ def test_differences_are_paired_over_the_seeds_that_both_have() -> None:
     assert low <= 0.5 <= high
     assert pairs(ours, theirs, 2.0) is None
     assert "+50.0" in pairs_table([ours, theirs])
-    ours.predictions[1.0, 0] = 0.9
-    ours.predictions[1.0, 1] = 0.8
+    ours.predictions[1.0, 0] = {"attainment": 0.9}
+    ours.predictions[1.0, 1] = {"attainment": 0.8}
     row = next(line for line in attainment_table([ours, theirs]).splitlines() if "conflux-slo" in line)
     assert [cell.strip() for cell in row.split("|")[3:8]] == ["2", "8", "100.0", "[67.6, 100.0]", "85.0"]
+
+
+def test_the_report_has_live_beside_simulated_with_the_error() -> None:
+    ours = entry("conflux-slo", "conflux", made(1.0, 0, "++++"), made(1.0, 1, "+++-"), made(2.0, 0, "++++"))
+    live = [p.score() for p in ours.points]
+    for seed in (0, 1):
+        said = {name: {p: 1.1 * v for p, v in live[seed][name].items()} for name in ("ttft", "tbt")}
+        group = {"above": 0, "up_to": 1024, "counted": 4, "compliant": 3, "ttft": {"p50": 9.0, "p95": 9.5}}
+        ours.predictions[1.0, seed] = {"attainment": 0.75, **said, "lengths": [group]}
+    assert errors(live[0], ours.predictions[1.0, 0]) == {
+        "attainment": -0.25,
+        **{f"{name}_{p}": pytest.approx(0.1) for name, p in FIGURES if live[0][name]},
+    }
+    (row,) = [line for line in latency_table([ours]).splitlines() if "conflux-slo" in line]
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    # (100 + 75) / 2 % live, 75 % simulated; the points' errors are -25 and 0.
+    assert cells[:4] == ["1", "conflux-slo", "2", "87.5 / 75.0 (-12.5)"]
+    assert cells[4].endswith("(+10 %)")
+    assert latency_table([entry("v", "vllm", *ours.points)]) == ""
+    row = predicted_lengths_table(ours).splitlines()[2]
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    assert cells[:4] == ["1", "1 to 1024", "8", "87.5 / 75.0"]
+    assert cells[4].endswith("/ 9.00")
+
+
+@pytest.mark.parametrize(
+    ("log", "tokens"),
+    [
+        ("INFO ready: 39040 KV blocks of 64 tokens on each of 2 ranks, max_model_len 32768", 39040 * 64),
+        ("INFO [kv_cache_utils.py:2177] GPU KV cache size: 1,455,808 tokens\nmore", 1_455_808),
+        ("GPU KV cache size: 1,000 tokens\nGPU KV cache size: 2,000 tokens", 2000),
+        ("GPU KV cache usage: 1.3%", None),
+    ],
+)
+def test_the_live_servers_kv_memory_is_read_from_its_log(log: str, tokens: int | None) -> None:
+    assert kv_tokens_in(log) == tokens

@@ -6,6 +6,7 @@ them for any number of GPUs is `standard`, another comes from a YAML file (`read
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -250,7 +251,10 @@ def simulated(contender: Contender, gpus: int) -> tuple[str, dict[str, Any], int
     """What the simulator calls a contender: system, options and GPUs; None if it has no such system."""
     if contender.kind == "conflux":
         name = {"slo": "conflux", "fcfs": "conflux-fcfs", "srpt": "conflux-srpt"}.get(contender.policy)
-        return None if name is None else (name, {"base_tp": contender.tensor_parallel}, gpus)
+        options: dict[str, Any] = {"base_tp": contender.tensor_parallel}
+        if not contender.args.get("instance", {}).get("late_planning", True):
+            options["lead"] = math.inf
+        return None if name is None else (name, options, gpus)
     suffix = "-priority" if contender.prompt_priority else ""
     system = "data-parallel" if contender.replicas > 1 else "chunked"
     options = {"tp": contender.tensor_parallel, "budget": contender.budget}

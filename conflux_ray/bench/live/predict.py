@@ -6,13 +6,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from conflux_ray.bench.live.contenders import Contender, simulated
 from conflux_ray.bench.live.point import Load
+from conflux_ray.bench.live.score import Record, by_length
 from conflux_ray.profiling.registry import gpu_slug, shipped_profile
 from conflux_ray.simulator.deployment import Deployment
-from conflux_ray.simulator.hardware import DEVICES, MODELS, Hardware, MeasuredHardware, StatedHardware
+from conflux_ray.simulator.hardware import DEVICES, MODELS, Hardware, MeasuredHardware, SizedHardware, StatedHardware
 from conflux_ray.simulator.run import Setup, simulate
 
+INGRESS = 0.006
+"""Seconds that HTTP adds to a first token: HAProxy mode at one stream, P50 (docs/benchmarks.md, *What the serving stack
+adds*). vLLM's own server is given the same: its way in is the same application without HAProxy, and not measured."""
+EGRESS = 0.0004
+"""Seconds that HTTP adds to a later token, from the same table; the way out of every token."""
+FORMAT = 2
+"""Of predictions; those of another are made again."""
 _SHAPES = {
     "qwen3-14b": "qwen-14b",
     "qwen3-32b": "qwen-32b",
@@ -45,14 +55,67 @@ def hardware_of(model: str, gpus: Sequence[dict[str, str]], profiles: Sequence[P
     return MeasuredHardware.load(stated, profiles) if profiles else stated
 
 
-def predict(contender: Contender, hardware: Hardware, gpus: int, load: Load, rate: float, seed: int) -> dict[str, Any]:
-    """The simulator's summary of a point; empty if it has no such system, or cannot serve it."""
+def predict(
+    contender: Contender,
+    hardware: Hardware,
+    gpus: int,
+    load: Load,
+    rate: float,
+    seed: int,
+    kv_tokens: int | None = None,
+) -> dict[str, Any]:
+    """The simulator's summary of a point; empty if it has no such system, an "error" if that cannot serve it.
+
+    Args:
+        contender: whose point.
+        hardware: of the machine.
+        gpus: of the machine.
+        load: how the point is drawn.
+        rate: requests per second.
+        seed: of the draw.
+        kv_tokens: of a logical rank of the live server; None: what `hardware` says.
+    """
     named = simulated(contender, gpus)
     if named is None:
         return {}
     system, options, count = named
+    if kv_tokens is not None:
+        hardware = SizedHardware(hardware, kv_tokens)
     try:
-        setup = Setup(system, Deployment(hardware, count, 0.0), load.slo, options)
-        return simulate(setup, load.draw(rate, seed), load.warm_up).summary.to_json() | {"system": system}
+        setup = Setup(system, Deployment(hardware, count, 0.0), load.slo, options, ingress=INGRESS, egress=EGRESS)
+        outcome = simulate(setup, load.draw(rate, seed), load.warm_up)
     except ValueError as error:
         return {"error": str(error)}
+    records = [Record(r.index, r.arrival, r.prompt_tokens, r.output_tokens, tuple(r.times)) for r in outcome.requests]
+    counted = records[len(records) - outcome.summary.counted :]
+    return outcome.summary.to_json() | {
+        "system": system,
+        "format": FORMAT,
+        "kv_tokens": kv_tokens,
+        "lengths": by_length(counted, load.slo),
+    }
+
+
+FIGURES = (("ttft", "p50"), ("ttft", "p95"), ("tbt", "p50"), ("tbt", "p95"))
+"""What live and simulated are compared by, beside attainment."""
+
+
+def errors(live: dict[str, Any], predicted: dict[str, Any]) -> dict[str, float]:
+    """(simulated - live) / live of each of `FIGURES`, as `ttft_p50`; of attainment the difference, as `attainment`.
+
+    Args:
+        live: a point's score.
+        predicted: what `predict` says.
+    """
+    found = {
+        f"{name}_{p}": predicted[name][p] / live[name][p] - 1
+        for name, p in FIGURES
+        if live[name].get(p) and p in predicted[name]
+    }
+    return {"attainment": predicted["attainment"] - live["attainment"], **found}
+
+
+def mean_errors(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, float]:
+    """`errors` over several (live, predicted) points, their means."""
+    single = [errors(*pair) for pair in pairs]
+    return {name: float(np.mean([one[name] for one in single])) for name in single[0] if all(name in o for o in single)}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from conflux_ray.bench.live.point import Point, pooled
-from conflux_ray.bench.live.score import paired_difference, wilson
+from conflux_ray.bench.live.predict import FIGURES, mean_errors
+from conflux_ray.bench.live.score import by_length, paired_difference, wilson
 from conflux_ray.bench.live.tables import interval, lengths_table, markdown, remarks, seconds, share
 
 
@@ -20,14 +22,14 @@ class Entry:
         name: of it.
         kind: "vllm" or "conflux".
         points: valid or not.
-        predictions: the simulator's attainment by (rate, seed).
+        predictions: the simulator's summary by (rate, seed): `predict.predict`.
         about: versions, machine, commands: as its file has them.
     """
 
     name: str
     kind: str
     points: list[Point]
-    predictions: dict[tuple[float, int], float] = field(default_factory=dict)
+    predictions: dict[tuple[float, int], dict[str, Any]] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -46,8 +48,13 @@ class Entry:
 
     def predicted(self, rate: float) -> float | None:
         """Mean of the simulator's attainments of the seeds that were measured; None without any."""
-        values = [self.predictions[rate, p.seed] for p in self.at(rate) if (rate, p.seed) in self.predictions]
+        values = [predicted["attainment"] for _, predicted in self.pairs(rate)]
         return sum(values) / len(values) if values else None
+
+    def pairs(self, rate: float) -> list[tuple[Point, dict[str, Any]]]:
+        """Usable points of a rate with what was predicted for them."""
+        points = self.at(rate)
+        return [(p, self.predictions[rate, p.seed]) for p in points if (rate, p.seed) in self.predictions]
 
 
 def largest_rate(points: Sequence[Point], goal: float) -> tuple[float, float | None]:
@@ -129,6 +136,64 @@ def attainment_table(entries: Sequence[Entry]) -> str:
         "TBT P50/P95/P99, ms",
     )
     return markdown(header, rows, left=2) if rows else "no valid point"
+
+
+def latency_table(entries: Sequence[Entry]) -> str:
+    """Live beside simulated: attainment, TTFT and TBT, and the simulator's error; "" without predictions.
+
+    Means over the seeds that have both; the error is the mean of the seeds' errors.
+    """
+    rows = []
+    for rate in rates_of(entries):
+        for entry in entries:
+            pairs = [(p.score(), predicted) for p, predicted in entry.pairs(rate)]
+            if not pairs:
+                continue
+            error = mean_errors(pairs)
+            live, said = (fmean(s["attainment"] for s in side) for side in zip(*pairs, strict=True))
+            row = [f"{rate:g}", entry.name, f"{len(pairs)}"]
+            row.append(f"{share(live)} / {share(said)} ({100 * error['attainment']:+.1f})")
+            for name, p in FIGURES:
+                if f"{name}_{p}" not in error:
+                    row.append("-")
+                    continue
+                figures = [1e3 * fmean(s[name][p] for s in side) for side in zip(*pairs, strict=True)]
+                row.append(f"{figures[0]:.0f} / {figures[1]:.0f} ({100 * error[f'{name}_{p}']:+.0f} %)")
+            rows.append(row)
+    if not rows:
+        return ""
+    names = [f"{name.upper()} {p.upper()}, ms" for name, p in FIGURES]
+    return "Live / simulated (error of the simulation):\n\n" + markdown(
+        ("Rate", "Contender", "Seeds", "Attained, % (points)", *names), rows, left=2
+    )
+
+
+def predicted_lengths_table(entry: Entry) -> str:
+    """Live beside simulated by prompt length, the seeds of a rate together; "" without predictions."""
+    rows = []
+    for rate in rates_of([entry]):
+        pairs = entry.pairs(rate)
+        groups = {
+            g["above"]: g
+            for g in (by_length([r for p, _ in pairs for r in p.counted], pairs[0][0].slo) if pairs else [])
+        }
+        for above, group in groups.items():
+            said = [g for _, predicted in pairs for g in predicted["lengths"] if g["above"] == above]
+            counted, compliant = (sum(g[name] for g in said) for name in ("counted", "compliant"))
+            # A percentile of several seeds is the mean of theirs.
+            ttft = {p: fmean(g["ttft"][p] for g in said if g["ttft"]) for p in ("p50", "p95")}
+            rows.append(
+                [
+                    f"{rate:g}",
+                    f"{above + 1} to {group['up_to']}" if group["up_to"] else f"over {above}",
+                    f"{group['counted']}",
+                    f"{share(group['attainment'])} / {share(compliant / counted)}",
+                    f"{seconds(group['ttft'], 'p50')} / {ttft['p50']:.2f}",
+                    f"{seconds(group['ttft'], 'p95')} / {ttft['p95']:.2f}",
+                ]
+            )
+    header = ("Rate", "Prompt tokens", "Counted", "Attained, live / simulated, %", "TTFT P50, s", "TTFT P95, s")
+    return markdown(header, rows, left=0) if rows else ""
 
 
 def pairs_table(entries: Sequence[Entry]) -> str:
@@ -218,9 +283,19 @@ def compare_text(entries: Sequence[Entry], settings: Mapping[str, Any], title: s
             if "start_seconds" in entry.about:
                 parts += [f"Started in {entry.about['start_seconds']} s.", ""]
             parts += [lengths_table(entry.points), ""]
+            predicted = predicted_lengths_table(entry)
+            if predicted:
+                known = entry.about.get("kv_tokens")
+                memory = f"KV memory of the live server, {known:,} tokens" if known else "KV memory as stated"
+                parts += [f"Simulated with {entry.about.get('iteration_times', 'stated figures')}; {memory}.", ""]
+                parts += [predicted, ""]
         parts += ["## All", ""]
     differences = pairs_table(entries)
     if differences:
         parts += [differences, ""]
-    parts += [attainment_table(entries), "", rates_table(entries, goal)]
+    parts += [attainment_table(entries), ""]
+    compared = latency_table(entries)
+    if compared:
+        parts += [compared, ""]
+    parts += [rates_table(entries, goal)]
     return "\n".join(parts)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -67,6 +69,25 @@ def model_of(url: str, name: str | None = None, api_key: str | None = None) -> M
         raise ServerError(f"{url} serves {', '.join(c.get('id', '?') for c in cards)}, not {name!r}; correct --model")
     card = found[0]
     return Model(card["id"], card.get("max_model_len"), vocab_size_of(card.get("root") or card["id"]))
+
+
+_KV_CAPACITY = (
+    re.compile(r"ready: (\d+) KV blocks of (\d+) tokens"),  # `cluster.instance`, of a logical rank
+    re.compile(r"GPU KV cache size: ([\d,]+) tokens"),  # vLLM, of a server
+)
+
+
+def kv_tokens_in(log: str) -> int | None:
+    """Tokens of KV that a log says one logical rank of Conflux has, or one vLLM server; None if it does not say.
+
+    The last one counts: a server may have been restarted.
+    """
+    for pattern in _KV_CAPACITY:
+        found = pattern.findall(log)
+        if found:
+            words = [found[-1]] if isinstance(found[-1], str) else found[-1]
+            return math.prod(int(word.replace(",", "")) for word in words)
+    return None
 
 
 def vocab_size_of(folder: str) -> int | None:

@@ -20,7 +20,7 @@ import psutil
 import yaml
 
 from conflux_ray.bench.live.contenders import Launch
-from conflux_ray.bench.live.server_info import ServerError, healthy
+from conflux_ray.bench.live.server_info import ServerError, healthy, kv_tokens_in
 
 STOP_SECONDS = 30.0
 """After SIGTERM, before SIGKILL."""
@@ -91,6 +91,15 @@ class Servers:
             time.sleep(_POLL)
         self._look()
         return time.monotonic() - began
+
+    def kv_tokens(self) -> int | None:
+        """Tokens of KV of one logical rank of Conflux, or of one vLLM server, by its logs; None if they do not say."""
+        sessions = [path for folder in self._scratch for path in Path(folder).glob("**/logs/worker-*")]
+        for log in (*self.logs, *sessions):
+            found = kv_tokens_in(log.read_text(errors="replace"))
+            if found is not None:
+                return found
+        return None
 
     def alive(self) -> bool:
         """Whether all that were started still run."""
