@@ -1,92 +1,46 @@
-"""A server that a benchmark starts on this machine for itself, and stops again."""
+"""A deployment that a benchmark starts on this machine for itself, and stops again; and what its instances say."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
-import signal
-import subprocess
-import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
+
+from conflux_ray.bench.live.contenders import Launch, serve_command
+from conflux_ray.bench.live.servers import Servers, running
 
 START_SECONDS = 600.0
-STOP_SECONDS = 60.0
-
-
-def is_ready(port: int) -> bool:
-    """Whether the server of this machine answers its health check."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-            return True
-    except OSError:
-        return False
 
 
 @contextlib.contextmanager
-def running_server(config: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[psutil.Process]:
+def running_server(config: Mapping[str, Any], environment: Mapping[str, str], device: str = "cpu") -> Iterator[Servers]:
     """`serve run` of a configuration, with a Ray cluster of its own, stopped at the end.
 
     Args:
         config: of Ray Serve, with `http_options.port`.
         environment: variables that Ray is started with, beside this process's own that are not Ray's or vLLM's.
+        device: "cuda" or "cpu".
 
     Yields:
-        The process of `serve run`, when the server is ready.
+        The server, when it is ready.
 
     Raises:
-        RuntimeError: it did not become ready; the message has the end of its log.
+        ServerError: it did not become ready; the message has the end of its log.
     """
     with tempfile.TemporaryDirectory(prefix="conflux-bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        path, log = folder / "deployment.yaml", folder / "server.log"
-        path.write_text(yaml.safe_dump(dict(config)))
-        variables = {k: v for k, v in os.environ.items() if not k.startswith(("CONFLUX_VLLM", "RAY_", "VLLM_LOGGING"))}
-        variables |= {**environment, "RAY_TMPDIR": name, "RAY_USAGE_STATS_ENABLED": "0"}
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                [str(Path(sys.executable).with_name("serve")), "run", str(path)],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=variables,
-                start_new_session=True,
-            )
-        try:
-            deadline = time.monotonic() + START_SECONDS
-            while not is_ready(config["http_options"]["port"]):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    lines = "\n".join(log.read_text(errors="replace").splitlines()[-60:])
-                    raise RuntimeError(f"serve run is not ready (exit status {process.returncode}):\n{lines}")
-                time.sleep(0.5)
-            yield psutil.Process(process.pid)
-        finally:
-            _stop(process)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    try:
-        children = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        children = []
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(timeout=STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    _, alive = psutil.wait_procs(children, timeout=15)
-    for child in alive:
-        child.kill()
+        variables = {**environment, "RAY_USAGE_STATS_ENABLED": "0"}
+        url = f"http://127.0.0.1:{config['http_options']['port']}"
+        launch = Launch(serve_command(folder / "deployment.yaml"), variables, url, config)
+        with running(Servers([launch], folder, "server", device)) as servers:
+            servers.start(START_SECONDS)
+            yield servers
 
 
 def ray_is_running() -> bool:
@@ -118,7 +72,7 @@ def connect(address: str) -> None:
     ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="ERROR")
 
 
-def instance_stats(server: psutil.Process, count: int) -> list[dict[str, Any]]:
+def instance_stats(server: Servers, count: int) -> list[dict[str, Any]]:
     """`Instance.stats` of all `count` instances.
 
     Raises:
@@ -126,7 +80,7 @@ def instance_stats(server: psutil.Process, count: int) -> list[dict[str, Any]]:
     """
     # Ray Serve's client keeps state of the first cluster that a process connects to, and servers follow each other.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_ask_instances, ray_address(server), count).result()
+        return pool.submit(_ask_instances, ray_address(server.process), count).result()
 
 
 def _ask_instances(address: str, count: int) -> list[dict[str, Any]]:

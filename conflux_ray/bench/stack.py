@@ -31,6 +31,7 @@ from typing import Any, Protocol
 
 from conflux_ray.bench.server import connect, ray_address, ray_is_running, running_server
 from conflux_ray.serving.environment import haproxy_binary, serve_environment
+from conflux_ray.simulator.metrics import percentiles
 from conflux_ray.wire import AddRequest, FinishReason, InstanceInfo, Outputs, Sampling, Slo
 
 WAYS = {
@@ -97,31 +98,23 @@ class Summary:
     gaps: int
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Interpolated between the two nearest ranks, as numpy does.
+def summarize(replies: Sequence[Reply], begin: float, end: float) -> Summary:
+    """Percentiles of the requests sent, and of the tokens received, between `begin` and `end`.
 
     Raises:
-        ValueError: no values.
+        ValueError: there were none.
     """
-    if not values:
-        raise ValueError("no values to take a percentile of: measure longer")
-    ordered = sorted(values)
-    rank = (len(ordered) - 1) * percent / 100
-    low = int(rank)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
-
-
-def summarize(replies: Sequence[Reply], begin: float, end: float) -> Summary:
-    """Percentiles of the requests sent, and of the tokens received, between `begin` and `end`."""
     ttfts = [reply.ttft * 1e3 for reply in replies if begin <= reply.sent <= end]
     gaps = [gap * 1e3 for reply in replies for gap in reply.gaps(begin, end)]
     counts = [count for reply in replies for when, count in reply.arrivals if begin <= when <= end]
+    if not ttfts or not gaps:
+        raise ValueError("no values to take a percentile of: measure longer")
+    ttft, gap = percentiles(ttfts), percentiles(gaps)
     return Summary(
-        percentile(ttfts, 50),
-        percentile(ttfts, 95),
-        percentile(gaps, 50),
-        percentile(gaps, 95),
+        ttft["p50"],
+        ttft["p95"],
+        gap["p50"],
+        gap["p95"],
         sum(counts) / (end - begin),
         statistics.mean(counts),
         len(ttfts),
@@ -537,7 +530,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             port = args.port + index
             print(f"starting the server: {WAYS[way]}", file=sys.stderr, flush=True)
             with running_server(_config(port), environment_of(way)) as server:
-                cells += asyncio.run(_measure_server(way, port, _find_instance(ray_address(server)), args))
+                cells += asyncio.run(_measure_server(way, port, _find_instance(ray_address(server.process)), args))
             if args.out is not None:  # after each server: a later one may fail
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 args.out.write_text(json.dumps(_report(cells, args, started, load_before), indent=1) + "\n")

@@ -32,26 +32,29 @@ def config_of(**sections: dict[str, object]) -> ConfluxConfig:
 
 
 def test_the_deployment_is_simulated_with_its_own_planner_and_pool() -> None:
-    summary = replay.simulated(config_of(), TRACE)
+    config = config_of()
+    tokens = replay.kv_tokens_of(config)
+    summary = replay.simulated(config, TRACE, tokens)
     assert summary.finished == summary.counted == 9
     assert summary.rejected == 0
     longest = max(r.prompt_tokens for r in TRACE.requests)
-    assert (
-        replay.simulated(config_of(scheduler={"max_prefill_tokens": longest // 2}), TRACE).iterations
-        > summary.iterations
-    )
+    halves = config_of(scheduler={"max_prefill_tokens": longest // 2})
+    assert replay.simulated(halves, TRACE, tokens).iterations > summary.iterations
+    assert replay.simulated(config, TRACE, 64).rejected == 9
+    early = replay.simulated(config_of(instance={"late_planning": False}), TRACE, tokens)
+    assert early.finished == 9
 
 
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
         ({"scheduler": {"policy": "plain"}}, "scheduler.policy='plain' has no latency model"),
-        ({"instance": {"block_size": 32}}, "instance.block_size=32: the simulator has blocks of 16 tokens"),
+        ({"instance": {"num_replicas": 2}}, "instance.num_replicas=2: it must be 1"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(sections: dict[str, dict[str, object]], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        replay.simulated(config_of(**sections), TRACE)
+        replay.check(config_of(**sections))
 
 
 def point_of(*records: Record) -> Point:

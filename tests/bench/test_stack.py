@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from conflux_ray.bench.stack import Cell, Reply, Summary, environment_of, format_table, percentile, summarize
+from conflux_ray.bench.stack import Cell, Reply, Summary, environment_of, format_table, summarize
 from conflux_ray.bench.stack import token_arrivals as arrivals_of
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -20,12 +20,9 @@ def chunk(body: bytes) -> bytes:
     return f"{len(body):x}\r\n".encode() + body + b"\r\n"
 
 
-def test_percentiles_interpolate_between_ranks() -> None:
-    assert percentile([4, 1, 3, 2], 50) == 2.5
-    assert percentile(range(101), 95) == 95
-    assert percentile([7], 95) == 7
+def test_a_window_without_tokens_has_no_percentiles() -> None:
     with pytest.raises(ValueError, match="measure longer"):
-        percentile([], 50)
+        summarize([], 0.0, 1.0)
 
 
 def test_every_token_counts_at_the_read_that_completed_its_event() -> None:

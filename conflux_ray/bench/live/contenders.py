@@ -229,11 +229,15 @@ def deployment_of(contender: Contender, site: Site) -> dict[str, Any]:
     return {"http_options": {"host": "127.0.0.1", "port": site.port}, "applications": [application]}
 
 
+def serve_command(path: Path) -> tuple[str, ...]:
+    """`serve run` of a deployment file."""
+    # Not the `serve` script: where packages lie in a folder of their own there is none.
+    return (sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run", str(path))
+
+
 def _conflux(contender: Contender, site: Site, folder: Path) -> Launch:
     deployment = deployment_of(contender, site)
     path = folder / f"{contender.name}.yaml"
-    # Not the `serve` script: where packages lie in a folder of their own there is none.
-    command = (sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run", str(path))
     environment = {
         **serve_environment(),
         # HAProxy's own pages, which another server on this machine may have on their usual ports.
@@ -244,7 +248,7 @@ def _conflux(contender: Contender, site: Site, folder: Path) -> Launch:
         "HF_HUB_OFFLINE": "1",
         **contender.environment,
     }
-    return Launch(command, environment, f"http://127.0.0.1:{site.port}", deployment)
+    return Launch(serve_command(path), environment, f"http://127.0.0.1:{site.port}", deployment)
 
 
 def simulated(contender: Contender, gpus: int) -> tuple[str, dict[str, Any], int] | None:

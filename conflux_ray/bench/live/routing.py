@@ -25,6 +25,7 @@ import yaml
 
 from conflux_ray.bench.live.client import Target
 from conflux_ray.bench.live.point import Load, Point, run_point
+from conflux_ray.bench.live.servers import Servers
 from conflux_ray.bench.routing import Run, format_table, report
 from conflux_ray.bench.server import instance_stats, ray_is_running, running_server
 from conflux_ray.serving.environment import serve_environment
@@ -69,14 +70,14 @@ def slowed(process: psutil.Process, share: float = 1 / 3) -> Iterator[None]:
             os.kill(process.pid, signal.SIGCONT)
 
 
-def worker_of(server: psutil.Process, instance: int) -> psutil.Process:
+def worker_of(server: Servers, instance: int) -> psutil.Process:
     """The worker of the instance in process `instance`: the two share memory.
 
     Raises:
         RuntimeError: there is none.
     """
     shared = _segments(instance)
-    for process in server.children(recursive=True):
+    for process in server.process.children(recursive=True):
         with contextlib.suppress(psutil.Error, OSError):
             if "WorkerActor" in " ".join(process.cmdline()) and shared & _segments(process.pid):
                 return process
@@ -160,7 +161,7 @@ def measure(
     return measured
 
 
-def _finished(server: psutil.Process) -> dict[str, int]:
+def _finished(server: Servers) -> dict[str, int]:
     return {s["instance_id"]: s["counters"]["finished"] for s in instance_stats(server, INSTANCES)}
 
 

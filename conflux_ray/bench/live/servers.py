@@ -1,4 +1,4 @@
-"""Starting the servers of a comparison, and ending every process of theirs.
+"""Starting the servers of a benchmark, and ending every process of theirs.
 
 An end is SIGTERM to what was started, a bounded wait, then SIGKILL to whatever is left of it: its descendants and its
 session, so that Ray's and vLLM's processes go along even if the one that began them has died before.
@@ -59,6 +59,11 @@ class Servers:
     def urls(self) -> tuple[str, ...]:
         """Where the replicas answer."""
         return tuple(launch.url for launch in self._launches)
+
+    @property
+    def process(self) -> psutil.Process:
+        """The first of them, while it runs."""
+        return psutil.Process(self._processes[0].pid)
 
     def start(self, seconds: float, progress: Callable[[float], None] = lambda waited: None) -> float:
         """Start all and wait until they answer.
