@@ -327,6 +327,22 @@ class CudaDevice(Device):
         pass
 
 
+class SharedCudaDevice(CudaDevice):
+    """One of several workers' share of the same GPU, for tests: NCCL refuses that, so collectives go by the host."""
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        group: torch.distributed.ProcessGroup,
+    ) -> None:
+        received = torch.empty(output.shape, dtype=output.dtype)
+        torch.distributed.all_to_all_single(received, input.cpu(), list(output_sizes), list(input_sizes), group=group)
+        output.copy_(received)
+
+
 def open_gpu(index: int) -> None:
     """Initialise CUDA in this process.
 

@@ -13,6 +13,9 @@ import torch
 
 from conflux_ray.execution.device import Device
 
+SHARED_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+"""torch's: set to 1, workers on the same GPU may share memory (tests)."""
+
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:

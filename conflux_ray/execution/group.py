@@ -121,7 +121,7 @@ class LocalWorkerGroup:
                 process = context.Process(
                     target=_main,
                     args=(
-                        replace(spec, rank=rank, local_rank=rank, init_method=init_method),
+                        replace(spec, rank=rank, local_rank=0 if spec.one_gpu else rank, init_method=init_method),
                         self._channel.handle,
                         theirs,
                     ),

@@ -11,6 +11,7 @@ first buffer; who has passed the first barrier of the next layer knows that they
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from conflux_ray.execution import kernels
-from conflux_ray.execution.exchange import CollectiveExchange, HeadExchange, HeadLayout
+from conflux_ray.execution.exchange import SHARED_VARIABLE, CollectiveExchange, HeadExchange, HeadLayout
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,7 @@ def peer_exchange(
     reach = len(visible) >= layout.sp_degree and all(
         torch.cuda.can_device_access_peer(device.index, other) for other in visible if other != device.index
     )
+    reach = reach or os.environ.get(SHARED_VARIABLE) == "1"
     if not smallest(int(reach)):
         logger.warning("the GPUs do not reach each other's memory: heads go by NCCL")
         return otherwise

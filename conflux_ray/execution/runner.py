@@ -133,11 +133,11 @@ class ModelRunner:
         attention = self.attention_class or (RepeatedAttention if limits.repeat_attention else XPAttention)
         self.attention = attention(device, self.pool, self.layout, self._exchange(sp_group, limits), model.scale)
         self.transitions = Transitions(device, self.pool, self.layout, self.rank, transfer_group)
+        self._decodes: DecodeGraphs | None = None
         if device.compiles or not num_blocks:
             self.warm_up(limits)
         if limits.graph_sizes:  # before the pool is sized: graphs take memory too
             model.capture(limits.graph_sizes)
-        self._decodes: DecodeGraphs | None = None
         if limits.decode_sizes and device.keeps_attention:
             self._decodes = DecodeGraphs(model, device, self.attention, limits.decode_sizes, block_size)
             if not num_blocks:

@@ -46,6 +46,7 @@ class WorkerSpec:
     runner: str = "conflux_ray.execution.runner:ModelRunner"  # tests put a faulty one in its place
     decode_delay: tuple[float, float] = (0.0, 0.0)
     transfer_delay: tuple[float, float] = (0.0, 0.0)
+    one_gpu: bool = False  # tests: all workers on the first GPU, `cuda.SharedCudaDevice`
     seed: int = 0
     gpu_memory_utilization: float = 0.9
     max_prefill_tokens: int = 2048  # of one iteration, all ranks together: sizes the warm-up
@@ -71,7 +72,7 @@ class Worker:
         torch.set_num_threads(spec.threads)
         self._device = make_device(spec)
         self._device.bind()
-        backend = "gloo" if spec.device == "cpu" else "nccl"
+        backend = "gloo" if spec.device == "cpu" or spec.one_gpu else "nccl"
         self._model = LoadedModel(
             spec.model,
             spec.rank,
@@ -176,10 +177,11 @@ def make_device(spec: WorkerSpec) -> Device:
         return CpuDevice(spec.decode_delay, spec.transfer_delay, spec.seed + spec.rank)
     if spec.device != "cuda":
         raise ValueError(f"device={spec.device} is not one of cpu, cuda")
-    from conflux_ray.execution.cuda import CudaDevice
+    from conflux_ray.execution.cuda import CudaDevice, SharedCudaDevice
 
     page = spec.block_size * (spec.world_size // spec.model.tensor_parallel)
-    return CudaDevice(
+    kind = SharedCudaDevice if spec.one_gpu else CudaDevice
+    return kind(
         spec.local_rank,
         flash_attention=spec.model.dtype not in ("float32", "float"),
         prefill_page=page,

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from conflux_ray.execution.exchange import SHARED_VARIABLE
 from conflux_ray.execution.group import LocalWorkerGroup
 from conflux_ray.execution.loop import WorkerLostError
 from conflux_ray.execution.request import Request
@@ -130,6 +131,7 @@ def main() -> int:
     parser.add_argument("--graphs", type=int, default=0, help="capture the linear regions up to this many tokens")
     parser.add_argument("--repeat", action="store_true", help="enqueue attention once an iteration for all layers")
     parser.add_argument("--nccl", action="store_true", help="exchange heads by NCCL, not by writing into other GPUs")
+    parser.add_argument("--one-gpu", action="store_true", help="all workers on one GPU; collectives by the host")
     parser.add_argument("--runner", help="module:class of a runner with a planted bug (tests.execution.faults)")
     parser.add_argument("--threads", type=int, default=8, help="of the reference")
     args = parser.parse_args()
@@ -140,6 +142,8 @@ def main() -> int:
     num_blocks = KVGeometry(block_size, args.n, 2).min_blocks(max_model_len)
     started = time.monotonic()
     options: dict[str, Any] = {"runner": args.runner} if args.runner else {}
+    if args.one_gpu:
+        os.environ[SHARED_VARIABLE] = "1"
     group = LocalWorkerGroup(
         WorkerSpec(
             ModelArgs(str(folder), args.dtype, max_model_len, tensor_parallel=args.tp, block_size=block_size),
@@ -156,6 +160,7 @@ def main() -> int:
             max_num_seqs=16,
             repeat_attention=args.repeat,
             peer_memory=not args.nccl,
+            one_gpu=args.one_gpu,
             graph_sizes=graph_sizes(args.graphs) if args.graphs else (),
             decode_sizes=decode_sizes(16) if args.graphs else (),
             **options,
