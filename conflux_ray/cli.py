@@ -50,6 +50,9 @@ COMMANDS = (
     Command("bench serve", "conflux_ray.bench.serve:main", "the rate at which a running server keeps its promises"),
     Command("bench routing", "conflux_ray.bench.routing:main", "spreading by queued work against by count or in turn"),
     Command("bench replay", "conflux_ray.bench.replay:main", "one trace through a live server and the simulator"),
+    Command(
+        "bench timeline", "conflux_ray.bench.timeline:main", "how an instance spent its time, from its iteration log"
+    ),
     Command("bench metrics", "conflux_ray.metrics.bench:main", "what metrics cost an iteration and a token"),
     Command("bench stack", "conflux_ray.bench.stack:main", "what HTTP and Ray Serve add to an instance's delays"),
 )

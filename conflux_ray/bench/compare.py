@@ -8,7 +8,9 @@ all alike. Points that the folder has are not measured again: what one call has 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
+import itertools
 import json
 import sys
 import time
@@ -17,8 +19,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from conflux_ray.bench.live import timeline
 from conflux_ray.bench.live.client import Target
-from conflux_ray.bench.live.contenders import Contender, ContenderError, Site, launches, read, simulated, standard
+from conflux_ray.bench.live.contenders import (
+    ITERATIONS,
+    Contender,
+    ContenderError,
+    Site,
+    launches,
+    read,
+    simulated,
+    standard,
+)
 from conflux_ray.bench.live.machine import gpus as find_gpus
 from conflux_ray.bench.live.machine import machine, versions
 from conflux_ray.bench.live.options import add_load, load_of, settings_of
@@ -84,6 +96,8 @@ class Comparison:
                 except ServerError as error:
                     self.complete = False
                     _say(f"{contender.name}: {error}")
+                finally:
+                    _keep_log(self._store.folder / "logs", contender.name, seed)
 
     def _rates(self, contender: Contender) -> Sequence[float]:
         return contender.rates or self._args.rates
@@ -172,6 +186,31 @@ class Comparison:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def _keep_log(folder: Path, name: str, seed: int) -> None:
+    """Give the iteration log of a server that has ended a name that the next one's does not have."""
+    log = folder / f"{name}{ITERATIONS}"
+    if log.exists():
+        free = (folder / f"{name}-seed-{seed}-{k}{ITERATIONS}" for k in itertools.count())
+        log.rename(next(path for path in free if not path.exists()))
+
+
+def timelines(store: Store, entries: Sequence[Entry]) -> None:
+    """Summaries of the iteration logs that the folder has, into the entries they belong to."""
+    for entry in entries:
+        for path in sorted((store.folder / "logs").glob(f"{entry.name}-seed-*{ITERATIONS}")):
+            try:
+                iterations = timeline.read(path)
+            except timeline.LogError as error:
+                _say(str(error))
+                continue
+            for point, mine in timeline.of_points(iterations, entry.usable):
+                entry.timelines[point.rate, point.seed] = {
+                    "log": path.name,
+                    "summary": timeline.summarize(mine, point.slo.tbt),
+                    "misses": timeline.misses(mine, point),
+                }
 
 
 def entries_of(store: Store, load: Load | None, hardware: Hardware | None, gpus: int) -> list[Entry]:
@@ -342,6 +381,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _say("interrupted; the same command goes on from here")
         hardware = None if args.no_simulation else hardware_of(args.model, found_gpus[: site.gpus], args.profile)
         entries = entries_of(store, load, hardware, site.gpus)
+        timelines(store, entries)
     except (ConfigError, ValueError, RuntimeError) as error:
         _say(f"conflux bench compare: {error}")
         return 2
@@ -361,6 +401,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         for p, said in entry.pairs(rate)
                     ]
                 }
+                | {"timelines": [{"rate": r, "seed": s} | found for (r, s), found in entry.timelines.items()]}
                 for entry in entries
             ],
         },
@@ -371,6 +412,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:  # a machine of GPUs need not have Matplotlib; the folder can be drawn elsewhere
         _say(f"no figure: {error}")
     else:
+        for log in (args.out / "logs").glob(f"*-seed-*{ITERATIONS}"):
+            with contextlib.suppress(timeline.LogError):
+                plots.iteration_log(timeline.read(log), args.tbt, log.with_suffix(".png"))
         plots.comparison({e.name: e.points for e in entries}, args.out / "report.png", args.attainment)
     print(compare_text(entries, settings, title, short=True))
     return 0 if comparison.complete else 1

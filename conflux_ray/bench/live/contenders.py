@@ -22,6 +22,8 @@ from conflux_ray.serving.environment import serve_environment
 
 VLLM_POLICIES = ("fcfs", "priority")
 CONFLUX_POLICIES = ("slo", "fcfs", "srpt", "plain")
+ITERATIONS = ".iterations.jsonl"
+"""End of the names of iteration logs."""
 _METRICS_OFFSET = 80
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 
@@ -192,8 +194,13 @@ def _vllm(contender: Contender, site: Site, number: int) -> Launch:
     return Launch(tuple(command), environment | dict(contender.environment), f"http://127.0.0.1:{port}")
 
 
-def deployment_of(contender: Contender, site: Site) -> dict[str, Any]:
+def deployment_of(contender: Contender, site: Site, folder: Path | None = None) -> dict[str, Any]:
     """The Ray Serve configuration of a Conflux contender.
+
+    Args:
+        contender: whose.
+        site: what all have in common.
+        folder: for its iteration log, NAME`ITERATIONS`; None keeps none, and so do several instances.
 
     Raises:
         ContenderError: `args` are not the schema's.
@@ -219,6 +226,9 @@ def deployment_of(contender: Contender, site: Site) -> dict[str, Any]:
         "slo": {"ttft_s": site.ttft, "tbt_s": site.tbt},
         "scheduler": {"policy": contender.policy, "max_prefill_tokens": contender.budget},
     }
+    if folder is not None and contender.args.get("instance", {}).get("num_replicas", 1) == 1:
+        # Absolute: the instance works in a folder of Ray's.
+        instance["iteration_log"] = str(folder.resolve() / f"{contender.name}{ITERATIONS}")
     for section, values in contender.args.items():
         args.setdefault(section, {}).update(values)
     try:
@@ -236,7 +246,7 @@ def serve_command(path: Path) -> tuple[str, ...]:
 
 
 def _conflux(contender: Contender, site: Site, folder: Path) -> Launch:
-    deployment = deployment_of(contender, site)
+    deployment = deployment_of(contender, site, folder)
     path = folder / f"{contender.name}.yaml"
     environment = {
         **serve_environment(),

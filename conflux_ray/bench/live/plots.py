@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from matplotlib import pyplot as plt
 
 from conflux_ray.bench.live.point import Point, pooled
 from conflux_ray.bench.live.score import wilson
+from conflux_ray.bench.live.timeline import CAUSES, KINDS, Iteration, gap_between
 
 
 def attainment(axis: Any, points: Sequence[Point], label: str, color: Any = None) -> None:
@@ -137,5 +139,46 @@ def comparison(contenders: Mapping[str, Sequence[Point]], path: Path, goal: floa
 
 def _save(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def iteration_log(iterations: Sequence[Iteration], tbt: float, path: Path) -> None:
+    """An iteration log: what ran when, measured against predicted, gaps, and prompt tokens of an iteration."""
+    figure, axes = plt.subplots(2, 2, figsize=(12, 8))
+    zero = iterations[0].began
+    busy, kinds, gaps, tokens = axes.flat
+    seconds = np.arange(0, iterations[-1].collected - zero + 1)
+    began = np.array([i.began - zero for i in iterations])
+    for kind in KINDS:
+        mine = [i for i in iterations if i.kind == kind]
+        if not mine:
+            continue
+        spent = np.histogram([i.began - zero for i in mine], seconds, weights=[i.elapsed for i in mine])[0]
+        busy.plot(seconds[:-1], 100 * spent, label=kind, linewidth=0.8)
+        predicted = [i for i in mine if i.predicted]
+        kinds.scatter(
+            [1e3 * (i.predicted or 0.0) for i in predicted], [1e3 * i.elapsed for i in predicted], s=3, label=kind
+        )
+    waiting = busy.twinx()
+    waiting.plot(began, [i.pending for i in iterations], color="gray", linewidth=0.5)
+    waiting.set_ylabel("prompts waiting")
+    busy.set(title="Device time by iteration", xlabel="s", ylabel="% of each second", ylim=(0, None))
+    busy.legend(fontsize=7, loc="upper left")
+    most = 1e3 * max(i.elapsed for i in iterations)
+    kinds.plot([0, most], [0, most], color="gray", linewidth=0.8)
+    kinds.axhline(1e3 * tbt, color="gray", linewidth=0.8, linestyle=":")
+    kinds.set(title="Measured against predicted", xlabel="predicted, ms", ylabel="measured, ms")
+    kinds.legend(fontsize=7)
+    between = [gap_between(a, b) for a, b in pairwise(iterations)]
+    edges = np.concatenate([[0.0], np.geomspace(1e-4, 10.0, 40)])
+    for cause in CAUSES:
+        gaps.hist([g.seconds for g in between if g.cause == cause], edges, histtype="step", label=cause)
+    gaps.set(title="Gaps between iterations", xlabel="s", ylabel="iterations", yscale="log")
+    gaps.set_xscale("symlog", linthresh=1e-4)
+    gaps.legend(fontsize=7)
+    tokens.hist([i.prefill for i in iterations if i.chunks], 50)
+    tokens.set(title="Prompt tokens of an iteration with any", xlabel="tokens", ylabel="iterations")
+    figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

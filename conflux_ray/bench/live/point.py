@@ -143,6 +143,7 @@ class Point:
         notes: what was done to the trace.
         seconds: that it took.
         clients: processes that sent it.
+        epoch: when it began, seconds since the epoch: what the records' times count from; None if that was not kept.
     """
 
     rate: float
@@ -156,6 +157,7 @@ class Point:
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     clients: int = 1
+    epoch: float | None = None
 
     @property
     def counted(self) -> tuple[Record, ...]:
@@ -191,6 +193,7 @@ class Point:
             "notes": self.notes,
             "seconds": self.seconds,
             "clients": self.clients,
+            "epoch": self.epoch,
             "score": self.score(),
             "records": [r.to_json() for r in self.records],
         }
@@ -216,6 +219,7 @@ class Point:
             tuple(values["notes"]),
             values["seconds"],
             values["clients"],
+            values.get("epoch"),
         )
 
 
@@ -351,6 +355,7 @@ def run_trace(
             processes.append(process)
         _gather(pipes, time.monotonic() + PREPARE_SECONDS)
         board.start = time.monotonic() + START_SECONDS
+        epoch = time.time() + START_SECONDS
         stopped = _watch(board, pipes, jobs, load, floor, say)
         reports: list[Report] = _gather(pipes, time.monotonic() + 60)
     finally:
@@ -376,6 +381,7 @@ def run_trace(
         trace.notes,
         round(time.monotonic() - began, 1),
         load.clients,
+        round(epoch, _DIGITS),
     )
 
 

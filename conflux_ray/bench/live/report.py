@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from conflux_ray.bench.live import timeline
 from conflux_ray.bench.live.point import Point, pooled
 from conflux_ray.bench.live.predict import FIGURES, mean_errors
 from conflux_ray.bench.live.score import by_length, paired_difference, wilson
@@ -24,6 +25,7 @@ class Entry:
         points: valid or not.
         predictions: the simulator's summary by (rate, seed): `predict.predict`.
         about: versions, machine, commands: as its file has them.
+        timelines: of its iteration logs, by (rate, seed): the log, `timeline.summarize` and `timeline.misses`.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Entry:
     points: list[Point]
     predictions: dict[tuple[float, int], dict[str, Any]] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
+    timelines: dict[tuple[float, int], dict[str, Any]] = field(default_factory=dict)
 
     @property
     def usable(self) -> list[Point]:
@@ -289,6 +292,9 @@ def compare_text(entries: Sequence[Entry], settings: Mapping[str, Any], title: s
                 memory = f"KV memory of the live server, {known:,} tokens" if known else "KV memory as stated"
                 parts += [f"Simulated with {entry.about.get('iteration_times', 'stated figures')}; {memory}.", ""]
                 parts += [predicted, ""]
+            for (rate, seed), found in sorted(entry.timelines.items()):
+                title = f"### Iterations at {rate:g} requests/s, seed {seed} (`logs/{found['log']}`)"
+                parts.append(timeline.text(found["summary"], title, found["misses"]))
         parts += ["## All", ""]
     differences = pairs_table(entries)
     if differences:
