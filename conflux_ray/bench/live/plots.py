@@ -15,7 +15,7 @@ from matplotlib import pyplot as plt
 
 from conflux_ray.bench.live.point import Point, pooled
 from conflux_ray.bench.live.score import wilson
-from conflux_ray.bench.live.timeline import CAUSES, KINDS, Iteration, gap_between
+from conflux_ray.bench.live.timeline import CAUSES, KINDS, LEAST_GAP, Iteration, gap_between
 
 
 def attainment(axis: Any, points: Sequence[Point], label: str, color: Any = None) -> None:
@@ -170,12 +170,13 @@ def iteration_log(iterations: Sequence[Iteration], tbt: float, path: Path) -> No
     kinds.axhline(1e3 * tbt, color="gray", linewidth=0.8, linestyle=":")
     kinds.set(title="Measured against predicted", xlabel="predicted, ms", ylabel="measured, ms")
     kinds.legend(fontsize=7)
-    between = [gap_between(a, b) for a, b in pairwise(iterations)]
+    between = [gap for a, b in pairwise(iterations) if (gap := gap_between(a, b)).seconds > LEAST_GAP]
     edges = np.concatenate([[0.0], np.geomspace(1e-4, 10.0, 40)])
     for cause in CAUSES:
         gaps.hist([g.seconds for g in between if g.cause == cause], edges, histtype="step", label=cause)
-    gaps.set(title="Gaps between iterations", xlabel="s", ylabel="iterations", yscale="log")
     gaps.set_xscale("symlog", linthresh=1e-4)
+    gaps.set_yscale("symlog", linthresh=1)
+    gaps.set(title="Gaps between iterations", xlabel="s", ylabel="iterations", xlim=(0, 10))
     gaps.legend(fontsize=7)
     tokens.hist([i.prefill for i in iterations if i.chunks], 50)
     tokens.set(title="Prompt tokens of an iteration with any", xlabel="tokens", ylabel="iterations")

@@ -36,6 +36,8 @@ WINDOW = 30.0
 """Seconds of the window whose busy share is shown beside that of the whole log."""
 KINDS = ("decode only", "mixed", "prefill only")
 CAUSES = ("nothing to do", "instance late", "workers late")
+LEAST_GAP = 1e-5
+"""Seconds; the log has microseconds, and less is none."""
 GAP_EDGES = (0.0, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0, float("inf"))
 """Of the histogram of gaps, seconds."""
 MATCH_SECONDS = 1.0
@@ -171,7 +173,7 @@ def _window(iterations: Sequence[Iteration], gaps: Sequence[Gap]) -> Sequence[It
     stretches: list[tuple[int, int]] = []
     first = 0
     for k, gap in enumerate(gaps):
-        if gap.parts[0] > 0:
+        if gap.parts[0] > LEAST_GAP:
             stretches.append((first, k + 1))
             first = k + 1
     stretches.append((first, len(iterations)))
@@ -200,6 +202,7 @@ def summarize(iterations: Sequence[Iteration], tbt: float) -> dict[str, Any]:
         tbt: promised, seconds: what iterations are held against.
     """
     gaps = [gap_between(a, b) for a, b in pairwise(iterations)]
+    real = [gap for gap in gaps if gap.seconds > LEAST_GAP]
     window = _window(iterations, gaps)
     kinds = {}
     for kind in KINDS:
@@ -215,11 +218,10 @@ def summarize(iterations: Sequence[Iteration], tbt: float) -> dict[str, Any]:
             "above_tbt": sum(i.elapsed > tbt for i in mine) / len(mine),
             "predicted_above_tbt": sum((i.predicted or 0.0) > tbt for i in mine) / len(mine),
         }
+    working = [pair for pair, gap in zip(pairwise(iterations), gaps, strict=True) if gap.parts[0] <= LEAST_GAP]
     # How long before the end of the iteration that ran a plan was ready; negative: after it.
-    leads = [a.collected - b.planned for a, b in pairwise(iterations)]
-    periods = [
-        b.collected - a.collected for (a, b), gap in zip(pairwise(iterations), gaps, strict=True) if not gap.parts[0]
-    ]
+    leads = [a.collected - b.planned for a, b in working]
+    periods = [b.collected - a.collected for a, b in working]
     chunked = [i for i in iterations if i.chunks]
     return {
         "iterations": len(iterations),
@@ -229,10 +231,10 @@ def summarize(iterations: Sequence[Iteration], tbt: float) -> dict[str, Any]:
         "window": {"seconds": window[-1].collected - window[0].began, "busy": _busy(window), "iterations": len(window)},
         "gaps": {
             "seconds": {cause: sum(g.parts[k] for g in gaps) for k, cause in enumerate(CAUSES)},
-            "length": _percentiles([g.seconds for g in gaps if not g.parts[0]], 50, 95, 99),
+            "length": _percentiles([g.seconds for g in gaps if g.parts[0] <= LEAST_GAP], 50, 95, 99),
             "histogram": [
                 {"from": low, "to": high if np.isfinite(high) else None}
-                | {cause: sum(low <= g.seconds < high for g in gaps if g.cause == cause) for cause in CAUSES}
+                | {cause: sum(low <= g.seconds < high for g in real if g.cause == cause) for cause in CAUSES}
                 for low, high in pairwise(GAP_EDGES)
             ],
         },
