@@ -213,7 +213,9 @@ def timelines(store: Store, entries: Sequence[Entry]) -> None:
                 }
 
 
-def entries_of(store: Store, load: Load | None, hardware: Hardware | None, gpus: int) -> list[Entry]:
+def entries_of(
+    store: Store, load: Load | None, hardware: Hardware | None, gpus: int, overrun: float = 1.0
+) -> list[Entry]:
     """What a folder has, with predictions where the simulator knows the machine; those are kept in the folder."""
     kept = store.folder / "predictions.json"
     predictions: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
@@ -227,22 +229,25 @@ def entries_of(store: Store, load: Load | None, hardware: Hardware | None, gpus:
             key = f"{name} {point.rate:g} {point.seed}"
             known = about.get("kv_tokens")
             contender = Contender(**{**values, "flags": tuple(values["flags"])})
-            if not _is_of(predictions.get(key, {}), known) and load is not None and hardware is not None:
-                predictions[key] = predict(contender, hardware, gpus, load, point.rate, point.seed, known)
-            if _is_of(predictions.get(key, {}), known):
+            if not _is_of(predictions.get(key, {}), known, overrun) and load is not None and hardware is not None:
+                predictions[key] = predict(contender, hardware, gpus, load, point.rate, point.seed, known, overrun)
+            if _is_of(predictions.get(key, {}), known, overrun):
                 entry.predictions[point.rate, point.seed] = predictions[key]
             named = simulated(contender, gpus)
             if named is not None and hardware is not None:
-                about["iteration_times"] = _times(hardware, contender, named[2])
+                slower = f", with prefill {overrun:g} times as long" if overrun != 1.0 else ""
+                about["iteration_times"] = _times(hardware, contender, named[2]) + slower
         entries.append(entry)
     if predictions:
         write_json(kept, predictions)
     return sorted(entries, key=lambda e: (e.kind != "conflux", not e.name.startswith("conflux-slo"), e.name))
 
 
-def _is_of(prediction: dict[str, Any], kv_tokens: int | None) -> bool:
-    """Whether a kept prediction is one, of today's simulator and of this KV memory."""
-    return prediction.get("format") == FORMAT and prediction["kv_tokens"] == kv_tokens
+def _is_of(prediction: dict[str, Any], kv_tokens: int | None, overrun: float) -> bool:
+    """Whether a kept prediction is one, of today's simulator, this KV memory and this overrun."""
+    if prediction.get("format") != FORMAT:
+        return False
+    return (prediction["kv_tokens"], prediction["overrun"]) == (kv_tokens, overrun)
 
 
 def _times(hardware: Hardware, contender: Contender, gpus: int) -> str:
@@ -278,6 +283,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm-seconds", type=float, default=15.0, help="of throw-away requests after a start")
     parser.add_argument("--port", type=int, default=18400, help="of the first server")
     parser.add_argument("--profile", type=Path, nargs="*", default=[], help="measured profiles, for the simulator")
+    parser.add_argument(
+        "--overrun", type=float, default=1.0, help="simulate iterations with prefill this many times as long"
+    )
     parser.add_argument("--no-simulation", action="store_true", help="leave the simulator's column empty")
     parser.add_argument("--report", action="store_true", help="measure nothing; write the report of what is there")
     parser.add_argument("--out", type=Path, required=True, help="folder for points, logs and the report")
@@ -380,7 +388,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 comparison.complete = False
                 _say("interrupted; the same command goes on from here")
         hardware = None if args.no_simulation else hardware_of(args.model, found_gpus[: site.gpus], args.profile)
-        entries = entries_of(store, load, hardware, site.gpus)
+        entries = entries_of(store, load, hardware, site.gpus, args.overrun)
         timelines(store, entries)
     except (ConfigError, ValueError, RuntimeError) as error:
         _say(f"conflux bench compare: {error}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import inf
 
 import pytest
@@ -64,6 +65,21 @@ def test_running_ahead_hides_what_planning_takes(system: str):
 @pytest.mark.parametrize("system", ["chunked", "conflux"])
 def test_a_gap_lies_between_two_iterations(system: str):
     assert times(served(system, workload((0.0, 50, 3)), gap=2e-3)) == [[60.0, 73.0, 86.0]]
+
+
+@pytest.mark.parametrize("system", ["chunked", "conflux"])
+def test_an_overrun_lengthens_iterations_with_prefill(system: str):
+    # 60 * 1.5, + 11, + 11.
+    assert times(served(system, workload((0.0, 50, 3)), overrun=1.5)) == [[90.0, 101.0, 112.0]]
+
+
+def test_the_planner_learns_an_overrun():
+    trace = workload((0.0, 20, 200), *[(0.1 + 0.001 * k, 300, 1) for k in range(230)])
+    outcome = served("conflux", trace, slo=Slo(600.0, 0.5), overrun=1.1)
+    mixed = [gap for a, b in pairwise(outcome.requests[0].times) if (gap := b - a) > 0.2]
+    # Planned for up to 0.5 s, the first ones take up to a tenth more; having learnt most of that, it plans less.
+    assert 0.5 < max(mixed[:5]) <= 0.55
+    assert 0.45 < max(mixed[120:140]) < 0.51
 
 
 def test_four_iterations_ahead_an_arrival_waits_for_four():

@@ -21,7 +21,7 @@ INGRESS = 0.006
 adds*). vLLM's own server is given the same: its way in is the same application without HAProxy, and not measured."""
 EGRESS = 0.0004
 """Seconds that HTTP adds to a later token, from the same table; the way out of every token."""
-FORMAT = 2
+FORMAT = 3
 """Of predictions; those of another are made again."""
 _SHAPES = {
     "qwen3-14b": "qwen-14b",
@@ -63,6 +63,7 @@ def predict(
     rate: float,
     seed: int,
     kv_tokens: int | None = None,
+    overrun: float = 1.0,
 ) -> dict[str, Any]:
     """The simulator's summary of a point; empty if it has no such system, an "error" if that cannot serve it.
 
@@ -74,11 +75,14 @@ def predict(
         rate: requests per second.
         seed: of the draw.
         kv_tokens: of a logical rank of the live server; None: what `hardware` says.
+        overrun: iterations with prefill take so many times what `hardware` says.
     """
     named = simulated(contender, gpus)
     if named is None:
         return {}
     system, options, count = named
+    if overrun != 1.0:
+        options |= {"overrun": overrun}
     if kv_tokens is not None:
         hardware = SizedHardware(hardware, kv_tokens)
     try:
@@ -92,6 +96,7 @@ def predict(
         "system": system,
         "format": FORMAT,
         "kv_tokens": kv_tokens,
+        "overrun": overrun,
         "lengths": by_length(counted, load.slo),
     }
 

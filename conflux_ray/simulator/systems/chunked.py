@@ -95,6 +95,7 @@ class ChunkedInstance(Instance):
         budget: tokens of an iteration, decodes included.
         policy: "fcfs", "srpt" or "priority".
         ahead: when it plans.
+        overrun: iterations with prefill take so many times what `model` says.
     """
 
     def __init__(
@@ -106,11 +107,13 @@ class ChunkedInstance(Instance):
         budget: int,
         policy: str,
         ahead: Ahead,
+        overrun: float = 1.0,
     ) -> None:
         super().__init__(clock, deployment.new_cache(tp))
         if budget < 1:
             raise ValueError(f"budget={budget} must be at least 1 token")
         self.model = model
+        self.overrun = overrun
         self.budget = budget
         self.waiting = Ordered(policy)
         # Under `priority` at most one prefill is cut short at a time: the order among them does not matter.
@@ -202,7 +205,7 @@ class ChunkedInstance(Instance):
         prefill = sum(length for _, length in chunks)
         work = sum(chunk_work(length, request.computed_tokens) for request, length in chunks)
         estimator = self.model.given(self.pool.tokens, self.pool.context)
-        seconds = estimator.seconds(prefill + decodes, prefill, work)
+        seconds = estimator.seconds(prefill + decodes, prefill, work) * (self.overrun if prefill else 1.0)
         end = start + seconds
         freed = sum(held for _, _, held in self.pool.tick(end)) if self.pool.count else 0
         for request, length in chunks:
@@ -237,6 +240,7 @@ def build(
     lead: float = inf,
     planning: float = 0.0,
     gap: float = 0.0,
+    overrun: float = 1.0,
 ) -> list[Instance]:
     """Tensor-parallel engines on all GPUs; more than one is data parallelism.
 
@@ -250,10 +254,14 @@ def build(
         lead: seconds before the expected end of an iteration at which the next is planned; vLLM plans at its start.
         planning: seconds that planning takes.
         gap: seconds between two iterations.
+        overrun: iterations with prefill take so many times what the hardware's figures say.
     """
     tp = tp or deployment.gpus
     if deployment.gpus % tp:
         raise ValueError(f"tp={tp} does not divide {deployment.gpus} GPUs")
     model = deployment.hardware.latency(1, tp)
     ahead = Ahead(run_ahead, lead, planning=planning, gap=gap)
-    return [ChunkedInstance(clock, deployment, tp, model, budget, policy, ahead) for _ in range(deployment.gpus // tp)]
+    return [
+        ChunkedInstance(clock, deployment, tp, model, budget, policy, ahead, overrun)
+        for _ in range(deployment.gpus // tp)
+    ]

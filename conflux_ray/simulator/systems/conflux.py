@@ -49,6 +49,7 @@ class ConfluxInstance(Instance):
         policy: the scheduler.
         localized: whether a decode lives on one rank; False keeps it sharded over all of them (an ablation).
         ahead: when it plans; None: as the engine does.
+        overrun: iterations with prefill take so many times what `model` says; the policy has to learn it.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class ConfluxInstance(Instance):
         policy: Policy,
         localized: bool = True,
         ahead: Ahead | None = None,
+        overrun: float = 1.0,
     ) -> None:
         num_ranks = model.num_ranks
         super().__init__(clock, deployment.new_cache(base_tp, num_ranks))
@@ -77,6 +79,7 @@ class ConfluxInstance(Instance):
         self._partial: dict[str, tuple[int, int]] = {}
         self._tbt: dict[float, int] = {}  # residents by TBT
         self._issuer = Issuer(clock, self._plan, ahead or ENGINE)
+        self._overrun = overrun
         self._newest = _Blocks()  # of the iteration issued last
         self._running = 0  # prompt tokens of the iterations in flight
 
@@ -198,6 +201,8 @@ class ConfluxInstance(Instance):
                 self.free[rank_or_none] -= described.decode_blocks
                 incoming[rank_or_none] += request.total_tokens * (self.num_ranks - 1) / self.num_ranks
         measured = estimator.seconds(max(loads), max(prefill), work, max(incoming))
+        if decision.chunks:
+            measured *= self._overrun
         return self._issued(decision, measured, start)
 
     def _issued(self, decision: Decision, measured: float, start: float) -> Planned:
@@ -260,6 +265,7 @@ def build(
     lead_share: float = ENGINE.lead_share,
     planning: float = 0.0,
     gap: float = 0.0,
+    overrun: float = 1.0,
 ) -> list[Instance]:
     """One XP instance.
 
@@ -278,6 +284,7 @@ def build(
         lead_share: the same as a share of the iteration.
         planning: seconds that planning takes.
         gap: seconds between two iterations.
+        overrun: iterations with prefill take so many times what the hardware's figures say.
     """
     if deployment.gpus % base_tp:
         raise ValueError(f"base_tp={base_tp} does not divide {deployment.gpus} GPUs")
@@ -300,4 +307,4 @@ def build(
     else:
         raise ValueError(f"without={without!r} is no ablation; choose one of {', '.join(ABLATIONS)}")
     ahead = Ahead(run_ahead, lead, lead_share, planning, gap)
-    return [ConfluxInstance(clock, deployment, base_tp, model, scheduler, localized, ahead)]
+    return [ConfluxInstance(clock, deployment, base_tp, model, scheduler, localized, ahead, overrun)]
