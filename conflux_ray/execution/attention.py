@@ -285,34 +285,31 @@ class XPAttention:
         self.exchange.gather(attended, step.shard_sizes, step.rank, output)
 
 
-class RepeatedAttention(XPAttention):
-    """The attention region enqueued once an iteration and repeated for every layer.
+MOST_PLACES = 3
+"""Sets of places that layers find Q, K, V and their output in, for which attention is enqueued anew in an iteration."""
 
-    All layers do the same with the same indices, but for where their KV is. Here Q, K, V and the output have a place of
-    their own, and the step's tables name blocks of one tensor of all layers: after each layer they move on to the next.
-    So one piece of work serves all layers. Where a device can repeat work at next to no cost to the host (CUDA captures
-    a graph), a layer costs the host a handful of launches instead of dozens, which is what limits mixed iterations.
+
+class RepeatedAttention(XPAttention):
+    """The attention region enqueued a few times an iteration at most and repeated for every layer.
+
+    All layers do the same with the same indices, but for where their KV is. So the step's tables name blocks of one
+    tensor of all layers, and after each layer they move on to the next. Where a device can repeat work at next to no
+    cost to the host (CUDA captures a graph), a layer costs the host a launch instead of dozens, which is what limits
+    mixed iterations.
+
+    Repeated work reads and writes the same memory. Most models' layers find Q, K, V and the output in the same few
+    places, since each frees what the next one takes; a layer that finds them elsewhere copies them to a place of their
+    own, and back.
     """
 
     def __init__(self, device: Device, pool: KVPool, layout: HeadLayout, exchange: HeadExchange, scale: float) -> None:
         super().__init__(device, pool, layout, exchange, scale)
-        self._places: list[torch.Tensor] = []  # of Q, K, V and the output
-        self._layer: Callable[[], None] = _nothing
+        self._places: list[torch.Tensor] = []  # of Q, K, V and the output, for layers that find them elsewhere
+        self._work: dict[tuple[int, ...], Callable[[], None]] = {}  # of this iteration, by where it reads and writes
 
     def plan(self, step: AttentionStep) -> None:
         super().plan(step)
-        self._layer = _nothing
-        if not step.num_decodes and not step.num_received:
-            return
-        places = self._take_places(step.num_tokens)
-        pool = self.pool
-
-        def layer() -> None:
-            self.attend(step, pool.all_layers, pool.all_prefill_views, *places)
-            if pool.layer_stride:
-                step.tables.add_(pool.layer_stride)
-
-        self._layer = self.device.repeatable(layer)
+        self._work.clear()
 
     def __call__(
         self,
@@ -325,12 +322,36 @@ class RepeatedAttention(XPAttention):
     ) -> None:
         for event in step.arrivals[layer] if step.arrivals else ():
             self.device.main.wait(event)
+        if not step.num_decodes and not step.num_received:
+            return
         n = step.num_tokens
-        *inputs, result = self._take_places(n)
-        for place, given in zip(inputs, (query, key, value), strict=True):
-            place.copy_(given[:n])
-        self._layer()
-        output[:n] = result
+        found = [query[:n], key[:n], value[:n], output[:n]]
+        work = self._repeat(step, found, MOST_PLACES)
+        if work is not None:
+            work()
+            return
+        places = self._take_places(n)
+        for place, given in zip(places[:3], found, strict=False):
+            place.copy_(given)
+        work = self._repeat(step, places, MOST_PLACES + 1)
+        assert work is not None
+        work()
+        output[:n] = places[3]
+
+    def _repeat(self, step: AttentionStep, tensors: list[torch.Tensor], most: int) -> Callable[[], None] | None:
+        """The attention of a layer whose Q, K, V and output are these; None if there are `most` others already."""
+        where = tuple(number for tensor in tensors for number in (tensor.data_ptr(), *tensor.stride()))
+        work = self._work.get(where)
+        if work is None and len(self._work) < most:
+            pool = self.pool
+
+            def layer() -> None:
+                self.attend(step, pool.all_layers, pool.all_prefill_views, *tensors)
+                if pool.layer_stride:
+                    step.tables.add_(pool.layer_stride)
+
+            work = self._work[where] = self.device.repeatable(layer)
+        return work
 
     def _take_places(self, num_tokens: int) -> list[torch.Tensor]:
         if not self._places or self._places[0].shape[0] < num_tokens:
@@ -339,7 +360,3 @@ class RepeatedAttention(XPAttention):
             heads = [layout.num_heads, layout.num_kv_heads, layout.num_kv_heads, layout.num_heads]
             self._places = [pool.new_empty(rows, h, layout.head_size) for h in heads]
         return [place[:num_tokens] for place in self._places]
-
-
-def _nothing() -> None:
-    """The attention of an iteration without tokens."""

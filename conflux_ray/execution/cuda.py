@@ -20,13 +20,14 @@ import torch
 
 from conflux_ray.config import PREFILL_PAGE
 from conflux_ray.execution import kernels
+from conflux_ray.execution.attention import MOST_PLACES
 from conflux_ray.execution.device import Device, Event, Sequences
 
 _HOPPER = 9
 _ALIGNMENT = 64  # bytes between arrays of one upload
 _STAGES = 3  # an upload buffer each for the running iteration, the next, and the one being built
 _STAGE_BYTES = 1 << 20
-_LIVE_GRAPHS = 4  # those of the running iteration and the next, and of two that may still be ending
+_LIVE_GRAPHS = 4 * (MOST_PLACES + 1)  # of the running iteration and the next, and of two that may still be ending
 _RESERVE_BYTES = 512 << 20  # left free beside the KV pool: allocator fragments, and what NCCL allocates late
 _CYCLES_PER_SECOND = 1.5e9  # about, to turn a test's delay into the GPU's clock
 
