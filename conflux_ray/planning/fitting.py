@@ -1,9 +1,10 @@
 """From profile rows to a latency model (section 6.2, "Estimator construction"; appendix D, "Fitting").
 
 Each component is measured alone and fitted alone; whole iterations then give what only shows when both paths run:
-alpha, beta, the exposed share of KV transfers, and the host's time where it was not measured by itself. All fits
-minimise squared *relative* errors, since the profile is judged by its MAPE and spans four orders of magnitude, and keep
-every coefficient non-negative, since the dispatcher's search needs a latency that does not fall as work grows.
+alpha, beta, gamma, whether ranks wait for each other before attention, the exposed share of KV transfers, and, where it
+was not measured by itself, the host's time. All fits minimise *relative* errors, since a profile is judged by its MAPE
+and spans four orders of magnitude, and keep every component non-decreasing, since the dispatcher's search needs a
+latency that does not fall as work grows.
 """
 
 from __future__ import annotations
@@ -11,16 +12,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from conflux_ray.planning.latency_model import NOTHING, Affine, Contention, GemmCurve, IterationLoad, LatencyModel
+from conflux_ray.planning.latency_model import (
+    NOTHING,
+    Affine,
+    Contention,
+    Curve,
+    GemmCurve,
+    IterationLoad,
+    LatencyModel,
+)
 from conflux_ray.planning.profile import FitError, Profile
 
 Floats = NDArray[np.float64]
-Curve = Affine | GemmCurve
+Fitted = Affine | GemmCurve
 
 COMPONENTS = {
     "gemm": "tokens of a rank; the shared linear region of one layer, all-reduces of the base TP included",
@@ -36,6 +46,19 @@ FOLDS = 5
 MIN_POINTS = 4
 SPREAD = 2.0
 """A slope needs at least MIN_POINTS different x, the largest at least SPREAD times the smallest."""
+BENDS = 8
+"""Most pieces of a component that bends; each has two measured points or more."""
+BENDING = ("prefill", "comm")
+"""Components that may bend: what is small is bound by launches and by waves that leave multiprocessors idle, what is
+large by arithmetic or bandwidth, with a wide range between."""
+SIMPLER = 1.1
+"""A simpler form is taken where its cross-validated error is at most this many times that of a richer one."""
+PLATEAU = 1.02
+"""f_GEMM's first knots within this factor count as equal: the weights are read whatever the batch."""
+WORTH = 1.02
+"""A form without a coefficient more is taken where its error is lower by this factor."""
+OUTLIER = 0.03
+"""Relative error of an iteration beyond which it weighs less and less in a fit (Huber)."""
 
 
 class FitRefusedError(ValueError):
@@ -158,6 +181,7 @@ def fit_profile(
     base_tp: int = 1,
     versions: Mapping[str, str] | None = None,
     date: str = "",
+    padded: Sequence[int] = (),
 ) -> Profile:
     """Fit a latency model.
 
@@ -174,6 +198,7 @@ def fit_profile(
         base_tp: devices of one logical rank.
         versions: of the measured software, by package.
         date: ISO 8601.
+        padded: numbers of tokens that the linear region runs at, ascending: other batches are padded to the next one.
 
     Returns:
         The profile, with errors in-sample and held out.
@@ -186,14 +211,19 @@ def fit_profile(
     for name in required:
         if name not in columns:
             raise FitRefusedError(f"{name}: no rows; measure it over x = {COMPONENTS[name]}")
-    gemm, forms = fit_gemm(*columns["gemm"])
-    affine = {name: fit_affine(name, *columns[name]) for name in columns if name != "gemm"}
-    curves: dict[str, Curve] = {"gemm": gemm, **affine}
+    gemm, forms = fit_gemm(*columns["gemm"], padded)
+    fits: dict[str, Callable[[Floats, Floats], Affine]] = {name: _affine for name in columns if name != "gemm"}
+    for name in fits:
+        _require_spread(name, columns[name][0])
+        if name in BENDING:
+            fits[name] = _simplest(*columns[name])
+    affine = {name: fit(*columns[name]) for name, fit in fits.items()}
+    curves: dict[str, Fitted] = {"gemm": gemm, **affine}
     in_sample = {
         name: fit_error([curve(x) for x in columns[name][0].tolist()], columns[name][1])
         for name, curve in curves.items()
     }
-    held_out = {"gemm": forms[gemm.form], **{name: _cross_validated(*columns[name], _affine) for name in affine}}
+    held_out = {"gemm": forms[gemm.form], **{name: _cross_validated(*columns[name], fit) for name, fit in fits.items()}}
     latency = LatencyModel(
         name=f"{model}:{machine}:sp{num_ranks}tp{base_tp}:{date}",
         num_layers=num_layers,
@@ -269,27 +299,71 @@ def _non_negative(columns: Floats, y: Floats) -> Floats:
     return best
 
 
-def fit_affine(name: str, x: Floats, y: Floats) -> Affine:
-    """The affine component `name` through (x, y) (Eqs. 8, 10, 11).
-
-    Raises:
-        FitRefusedError: x varies too little.
-    """
-    _require_spread(name, x)
-    return _affine(x, y)
-
-
 def _affine(x: Floats, y: Floats) -> Affine:
     slope, intercept = _non_negative(np.column_stack((x, np.ones_like(x))), y)
     return Affine(float(slope), float(intercept))
 
 
-def fit_gemm(x: Floats, y: Floats) -> tuple[GemmCurve, dict[str, FitError]]:
+def _simplest(x: Floats, y: Floats) -> Callable[[Floats, Floats], Affine]:
+    """How to fit a component that may bend: straight (Eqs. 10, 11), unless bending pays."""
+    straight, bent = (_cross_validated(x, y, fit).mape for fit in (_affine, _bent))
+    return _affine if straight <= SIMPLER * bent + 1e-9 else _bent
+
+
+def _bent(x: Floats, y: Floats) -> Affine:
+    """Straight pieces between geometrically spaced knots, flat below the first measured x."""
+    points = np.unique(np.maximum(x, 1.0))
+    count = min(BENDS, len(points) // 2) + 1
+    knots = np.geomspace(points[0], points[-1], count)
+    # Every piece adds what the component grows by along it, so growth is a non-negative coefficient of each.
+    pieces = [np.clip((x - a) / (b - a), 0.0, 1.0 if b < knots[-1] else None) for a, b in pairwise(knots)]
+    seconds = np.cumsum(_lawson_hanson(np.column_stack((np.ones_like(x), *pieces)) / y[:, None], np.ones_like(y)))
+    slope = (seconds[-1] - seconds[-2]) / (knots[-1] - knots[-2])
+    return Curve.through((0.0, *knots.tolist()), (float(seconds[0]), *seconds.tolist()), float(slope))
+
+
+def _lawson_hanson(columns: Floats, y: Floats) -> Floats:
+    """The non-negative least-squares solution of `columns` @ x = y (Lawson and Hanson, 1974, chapter 23).
+
+    Args:
+        columns: shape (rows, coefficients).
+        y: shape (rows,).
+    """
+    size = columns.shape[1]
+    solution, free = np.zeros(size), np.zeros(size, dtype=bool)
+    gradient = columns.T @ y
+    enough = 1e-12 * float(np.abs(gradient).max())
+    for _ in range(10 * size):
+        if free.all() or gradient[~free].max() <= enough:
+            break
+        free[np.where(free, -np.inf, gradient).argmax()] = True
+        while True:
+            tried = np.zeros(size)
+            tried[free] = np.linalg.lstsq(columns[:, free], y, rcond=None)[0]
+            negative = free & (tried <= 0)
+            if not negative.any():
+                break
+            # As far as all of them stay non-negative; the one that reaches zero is bound from here on.
+            step = float((solution[negative] / (solution[negative] - tried[negative])).min())
+            solution += step * (tried - solution)
+            free &= solution > 1e-15 * solution.max()
+            solution[~free] = 0.0
+            if not free.any():
+                break
+        solution = tried
+        gradient = columns.T @ (y - columns @ solution)
+    return np.maximum(solution, 0.0)
+
+
+def fit_gemm(x: Floats, y: Floats, padded: Sequence[int] = ()) -> tuple[GemmCurve, dict[str, FitError]]:
     """f_GEMM in the form with the least cross-validated MAPE; a simpler form that is within a tenth of it is preferred.
+
+    Where batches are padded, it is the form `steps`: what runs is one of a few sizes, and each takes what it takes.
 
     Args:
         x: tokens of a rank.
         y: seconds.
+        padded: as for `fit_profile`.
 
     Returns:
         The curve, and the cross-validated error of every form.
@@ -303,9 +377,13 @@ def fit_gemm(x: Floats, y: Floats) -> tuple[GemmCurve, dict[str, FitError]]:
         "floor": _gemm_floor,
         "piecewise": _gemm_piecewise,
     }
+    if padded:
+        forms["steps"] = lambda x, y: _gemm_steps(x, y, padded)
     errors = {form: _cross_validated(x, y, fit) for form, fit in forms.items()}
+    if padded:
+        return forms["steps"](x, y), errors
     least = min(error.mape for error in errors.values())
-    chosen = next(form for form in forms if errors[form].mape <= 1.1 * least + 1e-9)
+    chosen = next(form for form in forms if errors[form].mape <= SIMPLER * least + 1e-9)
     return forms[chosen](x, y), errors
 
 
@@ -348,6 +426,29 @@ def _gemm_piecewise(x: Floats, y: Floats, max_knots: int = 16) -> GemmCurve:
     return GemmCurve(tuple(points.tolist()), tuple(seconds.tolist()), float(slope), "piecewise")
 
 
+def _gemm_steps(x: Floats, y: Floats, padded: Sequence[int]) -> GemmCurve:
+    """Through every measured size, straight between them; each padded size holds down to the one before it."""
+    sizes = np.array(padded, dtype=np.float64)
+    ran = np.where(x <= sizes[-1], sizes[np.minimum(np.searchsorted(sizes, x), len(sizes) - 1)], x)
+    points = np.unique(ran)
+    # In logarithms: a pool's mean has the same relative distance to all of it.
+    logs = _isotonic(np.array([float(np.median(np.log(y[ran == point]))) for point in points]))
+    flat = logs <= logs[0] + np.log(PLATEAU)
+    seconds = np.exp(np.where(flat, logs[flat].mean(), logs))
+    steps: list[tuple[float, float]] = []
+    before = -1.0
+    for size in sizes[sizes <= points[-1]].tolist():
+        value = float(np.interp(size, points, seconds))
+        steps += [(start, value) for start in sorted({before + 1, size})]
+        before = size
+    steps += [(n, s) for n, s in zip(points.tolist(), seconds.tolist(), strict=True) if n > before]
+    within = [False, *(a[1] == b[1] == c[1] for a, b, c in zip(steps, steps[1:], steps[2:], strict=False)), False]
+    knots = [step for step, needless in zip(steps, within, strict=True) if not needless]
+    top = points >= points[-1] / 4
+    slope = _affine(points[top], seconds[top]).slope if top.sum() > 1 else seconds[-1] / points[-1]
+    return GemmCurve(tuple(n for n, _ in knots), tuple(s for _, s in knots), float(slope), "steps")
+
+
 def _isotonic(values: Floats) -> Floats:
     """The non-decreasing sequence nearest to `values` (pool adjacent violators)."""
     pools: list[tuple[float, int]] = []
@@ -360,7 +461,7 @@ def _isotonic(values: Floats) -> Floats:
     return np.concatenate([np.full(count, mean) for mean, count in pools])
 
 
-def _cross_validated(x: Floats, y: Floats, fit: Callable[[Floats, Floats], Curve]) -> FitError:
+def _cross_validated(x: Floats, y: Floats, fit: Callable[[Floats, Floats], Fitted]) -> FitError:
     """Errors on rows that were left out: all rows of one x are left out together, every `FOLDS`-th x in one fold.
 
     The smallest and the largest x always stay in: predicting outside the measured range is not what is judged.
@@ -376,9 +477,23 @@ def _cross_validated(x: Floats, y: Floats, fit: Callable[[Floats, Floats], Curve
 
 
 def _calibrate(model: LatencyModel, rows: Sequence[IterationRow], host_known: bool) -> LatencyModel:
-    """Add host, alpha, beta and the exposed share of transfers from whole iterations."""
+    """Add host, contention, barrier and transfers from whole iterations."""
+    with_barrier = _calibrate_as(model, rows, host_known)
+    if model.num_ranks == 1 or not rows:
+        return with_barrier
+    without = _calibrate_as(replace(model, barrier=False), rows, host_known)
+    # Both have as many coefficients, so the rows that they are fitted to can judge.
+    return with_barrier if _mape(with_barrier, rows) <= WORTH * _mape(without, rows) + 1e-9 else without
+
+
+def _mape(model: LatencyModel, rows: Sequence[IterationRow]) -> float:
+    still = [row for row in rows if not any(row.load.incoming)]
+    return evaluate(model, still or rows).mape
+
+
+def _calibrate_as(model: LatencyModel, rows: Sequence[IterationRow], host_known: bool) -> LatencyModel:
     if not host_known:
-        model = replace(model, host=_fit_host(model, [r for r in rows if not _mixed(r) or not r.overlap]))
+        model = _fit_rest(model, [r for r in rows if not _mixed(r) or not r.overlap])
     settings = sorted(
         {r.decode_sms for r in rows if _mixed(r) and r.overlap}, key=lambda sms: (sms is not None, sms or 0)
     )
@@ -388,24 +503,38 @@ def _calibrate(model: LatencyModel, rows: Sequence[IterationRow], host_known: bo
     )
     model = replace(model, contention=contention)
     moving = [r for r in rows if any(r.load.incoming)]
-    if moving:
-        model = replace(model, transfer_exposed=_fit_exposed(model, moving))
-    return model
+    return _fit_moving(model, moving) if moving else model
 
 
 def _mixed(row: IterationRow) -> bool:
     return bool(any(row.load.decode_tokens) and any(row.load.prefill_tokens))
 
 
-def _parts(model: LatencyModel, row: IterationRow) -> tuple[float, float, float]:
-    """Standalone (linear, prefill, decode) times of a row, seconds a layer."""
-    estimator = model.given(row.load.decode_tokens, row.load.decode_context)
+def _parts(model: LatencyModel, row: IterationRow) -> tuple[list[float], float, list[float]]:
+    """Standalone (linear, prefill, decode) times of a row, seconds a layer; linear and decode of each rank.
+
+    With a barrier every rank has the times of the busiest one.
+    """
     load = row.load
-    return model.linear(load.max_load), estimator.prefill_path(load.max_shard, load.work), estimator.decode_path
+    estimator = model.given(load.decode_tokens, load.decode_context)
+    prefill = estimator.prefill_path(load.max_shard, load.work)
+    if model.barrier:
+        n = model.num_ranks
+        return [model.linear(load.max_load)] * n, prefill, [estimator.decode_path] * n
+    decode = [
+        model.decode(context) if tokens else 0.0
+        for tokens, context in zip(load.decode_tokens, load.decode_context, strict=True)
+    ]
+    return [model.linear(tokens) for tokens in load.loads], prefill, decode
 
 
-def _fit_host(model: LatencyModel, rows: Sequence[IterationRow]) -> Affine:
-    """f_host from what iterations without contention and transfers take beyond their layers."""
+def _fit_rest(model: LatencyModel, rows: Sequence[IterationRow]) -> LatencyModel:
+    """f_host, and how fast components run within iterations, from iterations without contention and transfers.
+
+    A component alone runs back to back for all layers: at another clock, power and cache state than between the others.
+    One factor for each of linear region, prefill path and decode path, where that lowers the cross-validated error; and
+    what a prefill path costs in every iteration that has one, beyond what it costs alone.
+    """
     rows = [r for r in rows if not any(r.load.incoming)]
     if len(rows) < MIN_POINTS:
         raise FitRefusedError(
@@ -413,24 +542,68 @@ def _fit_host(model: LatencyModel, rows: Sequence[IterationRow]) -> Affine:
             f"measure `host` rows, or at least {MIN_POINTS} decode-only, prefill-only or serial iterations"
         )
     y = np.array([r.seconds for r in rows])
-    layers = np.array([model.num_layers * sum(_parts(model, r)) for r in rows])
+    layers = np.array([model.num_layers * np.array(_critical(*_parts(model, r))) for r in rows])
     sampled = np.array([float(max(r.load.decode_tokens)) for r in rows])
-    columns = np.column_stack((sampled, np.ones_like(sampled)))
-    # Relative to the whole iteration: a small rest of a long one says little.
-    rest = np.maximum(y - layers, 0.0)
-    slope, intercept = 0.0, float(np.average(rest, weights=1 / y**2))
-    if len(np.unique(sampled)) > 1:
-        solution = np.linalg.lstsq(columns / y[:, None], rest / y, rcond=None)[0]
-        if (solution >= 0).all():
-            slope, intercept = float(solution[0]), float(solution[1])
-    return Affine(slope, intercept)
+    with_prefill = np.array([float(any(r.load.prefill_tokens)) for r in rows])
+    host = np.column_stack((np.ones_like(sampled), sampled, with_prefill)) / y[:, None]
+    known, layers = layers.sum(axis=1) / y, layers / y[:, None]
+
+    def plain(some: NDArray[np.bool_]) -> Floats:
+        return np.concatenate((np.ones(3), _robust(host[some], 1 - known[some])))
+
+    def factored(some: NDArray[np.bool_]) -> Floats:
+        return _robust(np.hstack((layers, host))[some], np.ones(int(some.sum())))
+
+    def cross_validated(fit: Callable[[NDArray[np.bool_]], Floats]) -> float:
+        numbers = np.arange(len(y))
+        errors = []
+        for fold in range(FOLDS):
+            out = numbers % FOLDS == fold
+            errors.append(np.abs(np.hstack((layers, host))[out] @ fit(~out) - 1))
+        return float(np.concatenate(errors).mean())
+
+    enough = len(rows) >= 2 * FOLDS
+    fit = factored if enough and cross_validated(factored) * WORTH < cross_validated(plain) else plain
+    gemm, prefill, decode, constant, slope, path = (float(c) for c in fit(np.ones(len(y), dtype=bool)))
+    return replace(
+        model,
+        gemm=model.gemm.scaled(gemm),
+        all_reduce=model.all_reduce.scaled(gemm),
+        prefill=model.prefill.scaled(prefill).raised(path / model.num_layers),
+        comm=model.comm.scaled(prefill),
+        decode=model.decode.scaled(decode),
+        host=Affine(slope, constant),
+    )
+
+
+def _critical(linear: Sequence[float], prefill: float, decode: Sequence[float]) -> tuple[float, float, float]:
+    """Linear, prefill and decode time of the rank that ends last where the paths run one after the other."""
+    own, path = max(zip(linear, decode, strict=True), key=sum)
+    return own, prefill, path
+
+
+def _robust(columns: Floats, y: Floats) -> Floats:
+    """Non-negative least squares that outliers do not rule (Huber).
+
+    Args:
+        columns: shape (rows, coefficients).
+        y: shape (rows,).
+    """
+    weights = np.ones_like(y)
+    solution = np.zeros(columns.shape[1])
+    for _ in range(10):
+        scale = np.maximum(np.linalg.norm(columns, axis=0), 1e-300)
+        solution = _lawson_hanson(columns / scale * weights[:, None], y * weights) / scale
+        weights = np.sqrt(OUTLIER / np.maximum(np.abs(columns @ solution - y), OUTLIER))
+    return solution
 
 
 def _fit_contention(model: LatencyModel, sms: int | None, rows: Sequence[IterationRow]) -> Contention:
     """alpha, beta and gamma of one overlap setting; gamma = 0 (Eq. 4) unless it lowers the cross-validated error."""
     rows = [r for r in rows if not any(r.load.incoming)]
-    parts = np.array([_parts(model, r) for r in rows]).reshape(-1, 3)
-    _, prefill, decode = parts.T
+    parts = [_parts(model, r) for r in rows]
+    linear, decode_of = (np.array([p[k] for p in parts]).reshape(-1, model.num_ranks) for k in (0, 2))
+    prefill, decode = np.array([p for _, p, _ in parts]), decode_of.max(axis=1)
     where = "without a partition" if sms is None else f"with decode_sms={sms}"
     for name, slower, faster in (("alpha", decode, prefill), ("beta", prefill, decode)):
         if not (slower > faster).any():
@@ -441,8 +614,9 @@ def _fit_contention(model: LatencyModel, sms: int | None, rows: Sequence[Iterati
             )
     y = np.array([r.seconds for r in rows])
     host = np.array([model.host(max(r.load.decode_tokens)) for r in rows])
-    attention = _Attention(parts, (y - host) / model.num_layers, model.num_layers / y)
-    shares = (0.0,) if attention.cross_validated(_NO_SHARE) <= 1.1 * attention.cross_validated(_SHARES) else _SHARES
+    attention = _Attention(linear, prefill, decode_of, (y - host) / model.num_layers, model.num_layers / y)
+    hidden, shared = (attention.cross_validated(shares) for shares in (_NO_SHARE, _SHARES))
+    shares = _NO_SHARE if hidden <= SIMPLER * shared + 1e-9 else _SHARES
     alpha, beta, gamma = attention.fit(shares)
     return Contention(alpha, beta, sms, gamma)
 
@@ -457,12 +631,16 @@ class _Attention:
     """What fits alpha, beta and gamma of overlapped iterations.
 
     Args:
-        parts: (linear, prefill, decode) of each, seconds a layer; shape (iterations, 3).
+        linear: shared linear region of each rank, seconds a layer; shape (iterations, N).
+        prefill: prefill path of each, seconds a layer.
+        decode: decode path of each rank, seconds a layer; shape (iterations, N).
         layer: measured seconds of one layer of each.
         weight: turns an error of a layer into one relative to the iteration.
     """
 
-    parts: Floats
+    linear: Floats
+    prefill: Floats
+    decode: Floats
     layer: Floats
     weight: Floats
 
@@ -493,35 +671,56 @@ class _Attention:
         return float(np.concatenate(errors).mean())
 
     def _of(self, chosen: NDArray[np.bool_]) -> _Attention:
-        return _Attention(self.parts[chosen], self.layer[chosen], self.weight[chosen])
+        return _Attention(*(getattr(self, name)[chosen] for name in self.__slots__))
 
     def _squares(self, alpha: ArrayLike, beta: ArrayLike, gamma: float) -> Floats:
-        return (self._errors(alpha, beta, gamma) ** 2).sum(axis=-1)
+        """Squared errors, beyond OUTLIER in proportion to the error (Huber)."""
+        errors = np.abs(self._errors(alpha, beta, gamma))
+        return np.where(errors <= OUTLIER, errors**2, OUTLIER * (2 * errors - OUTLIER)).sum(axis=-1)
 
     def _errors(self, alpha: ArrayLike, beta: ArrayLike, gamma: float) -> Floats:
-        linear, prefill, decode = self.parts.T
-        longer = np.maximum(np.multiply.outer(beta, prefill), np.multiply.outer(alpha, decode))
-        predicted = linear + longer + gamma * np.minimum(prefill, decode)
+        boundary = self.linear.max(axis=1)
+        waiting = np.multiply.outer(beta, self.prefill) + boundary
+        predicted: Any = 0.0
+        for linear, decode in zip(self.linear.T, self.decode.T, strict=True):  # of each rank
+            shared = np.minimum(self.prefill, np.maximum(decode - (boundary - linear), 0.0))
+            of_rank = np.maximum(waiting, np.multiply.outer(alpha, decode) + linear) + gamma * shared
+            predicted = np.maximum(predicted, of_rank)
         return np.atleast_2d((predicted - self.layer) * self.weight)
 
 
-def _fit_exposed(model: LatencyModel, rows: Sequence[IterationRow]) -> float:
-    """The share of the shorter of transfer and layers that adds to the iteration."""
+def _fit_moving(model: LatencyModel, rows: Sequence[IterationRow]) -> LatencyModel:
+    """The exposed share of transfers, and how much longer one takes in an iteration than alone if that pays."""
     if model.transfer == NOTHING:
         raise FitRefusedError("transfer: iterations with incoming KV but no transfer rows; measure the transfer alone")
     y = np.array([r.seconds for r in rows])
-    hidden, added = (
-        np.array(
-            [
-                replace(model, transfer_exposed=share)
-                .predict(r.load, overlap=r.overlap, decode_sms=r.decode_sms)
-                .seconds
-                for r in rows
-            ]
+    arriving = np.array([model.transfer(max(r.load.incoming)) for r in rows])
+    still = [replace(r.load, incoming=()) for r in rows]
+    without = [model.predict(b, overlap=r.overlap, decode_sms=r.decode_sms) for b, r in zip(still, rows, strict=True)]
+    host = np.array([made.host for made in without])
+    layer = (np.array([made.seconds for made in without]) - host) / model.num_layers
+
+    def errors(factor: float, share: float) -> Floats:
+        transfer = factor * arriving
+        longer, shorter = np.maximum(layer, transfer), np.minimum(layer, transfer)
+        return np.abs((host + model.num_layers * (longer + share * shorter)) / y - 1)
+
+    def fit(factors: Sequence[float], some: NDArray[np.bool_]) -> tuple[float, float]:
+        # The mean error, not its square: how long the host takes over a transfer has a long tail.
+        choices = [(factor, share) for factor in factors for share in _EXPOSED]
+        return min(choices, key=lambda choice: float(errors(*choice)[some].mean()))
+
+    def cross_validated(factors: Sequence[float]) -> float:
+        numbers = np.arange(len(rows))
+        folds = [numbers % FOLDS == fold for fold in range(min(FOLDS, len(rows)))]
+        return float(
+            np.concatenate([errors(*fit(factors, ~out if (~out).any() else out))[out] for out in folds]).mean()
         )
-        for share in (0.0, 1.0)
-    )
-    # The prediction is linear in the share: weighted least squares in one unknown.
-    gain = (added - hidden) / y
-    share = float(gain @ ((y - hidden) / y) / max(float(gain @ gain), 1e-300))
-    return min(max(share, 0.0), 1.0)
+
+    alone = cross_validated((1.0,)) <= WORTH * cross_validated(_SLOWDOWNS) + 1e-3
+    factor, share = fit((1.0,) if alone else _SLOWDOWNS, np.ones(len(rows), dtype=bool))
+    return replace(model, transfer=model.transfer.scaled(factor), transfer_exposed=share)
+
+
+_SLOWDOWNS = tuple(np.linspace(1.0, 4.0, 13).tolist())
+_EXPOSED = tuple(np.linspace(0.0, 1.0, 51).tolist())

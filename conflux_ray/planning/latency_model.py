@@ -13,6 +13,12 @@ all-reduces of a base tensor parallelism whose profile keeps them apart from f_G
 busiest target of this iteration's transitions. T_X runs beside the layers, so `<+>` is max(a, b) + e * min(a, b), with
 e the measured share of the shorter one that stays exposed.
 
+Without a barrier (`LatencyModel.barrier` is False) the first boundary binds the prefill path alone, whose collectives
+need every rank. With g_r and d_r the linear region and the decode path of rank r, G = max_r g_r:
+
+    T_layer = max_r(max(G + beta * T_P, g_r + alpha * d_r) + gamma * min(T_P, d_r - (G - g_r))), overlapped
+    T_layer = max_r(g_r + d_r) + T_P, one path after the other
+
 Units: seconds and tokens. Component functions are per layer, except f_host.
 """
 
@@ -21,10 +27,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
+from functools import cached_property
+from itertools import pairwise
+from math import ceil, inf
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Affine:
     """f(x) = slope * x + intercept (Eqs. 7, 8, 10, 11), seconds.
 
@@ -42,18 +50,29 @@ class Affine:
     def __call__(self, x: float) -> float:
         return self.slope * x + self.intercept
 
+    def scaled(self, factor: float) -> Affine:
+        """The component that takes `factor` times as long."""
+        return Affine(self.slope * factor, self.intercept * factor)
+
+    def raised(self, seconds: float) -> Affine:
+        """The component that takes `seconds` longer, whatever x."""
+        return Affine(self.slope, self.intercept + seconds)
+
 
 NOTHING = Affine(0.0)
 """The component that takes no time."""
 
 
-@dataclass(frozen=True, slots=True)
+LARGEST_TABLE = 65536
+"""Most entries of a curve's table of whole tokens."""
+
+
+@dataclass(frozen=True)
 class GemmCurve:
     """f_GEMM as straight pieces between knots, then `slope` (Eq. 3 asks only that it does not decrease).
 
-    One class holds the three forms that fitting compares: `affine` (Eq. 7) has the single knot 0; `floor` is flat from
-    0 to a knee, because the weights are read whatever the batch, and linear after it; `piecewise` follows measured
-    steps.
+    One class holds the forms that fitting compares: `affine` (Eq. 7) has the single knot 0; `floor` is flat from 0 to
+    a knee, because the weights are read whatever the batch, and linear after it; `piecewise` follows measured steps.
 
     Args:
         tokens: knots, increasing, the first one 0.
@@ -71,12 +90,7 @@ class GemmCurve:
     form: str = "affine"
 
     def __post_init__(self) -> None:
-        increasing = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
-        monotone = all(a <= b for a, b in zip(self.seconds, self.seconds[1:], strict=False))
-        if not self.tokens or self.tokens[0] != 0 or len(self.tokens) != len(self.seconds) or not increasing:
-            raise ValueError(f"f_GEMM: knots {self.tokens} must start at 0, increase, and each have a value")
-        if not monotone or not self.seconds[0] >= 0 or not self.slope >= 0:
-            raise ValueError(f"f_GEMM must not decrease: seconds={self.seconds}, slope={self.slope}")
+        _check_knots("f_GEMM", self.tokens, self.seconds, self.slope)
 
     @classmethod
     def affine(cls, slope: float, intercept: float) -> GemmCurve:
@@ -91,18 +105,100 @@ class GemmCurve:
         return cls((0.0, knee), (floor, floor), slope, "floor")
 
     def __call__(self, n: float) -> float:
-        last = self.tokens[-1]
-        if n >= last:
-            return self.seconds[-1] + self.slope * (n - last)
-        k = bisect_right(self.tokens, n) - 1
-        x0, x1, y0, y1 = self.tokens[k], self.tokens[k + 1], self.seconds[k], self.seconds[k + 1]
-        return y0 + (y1 - y0) * (n - x0) / (x1 - x0)
+        return _interpolate(self.tokens, self.seconds, self.slope, n)
+
+    def scaled(self, factor: float) -> GemmCurve:
+        """The curve that takes `factor` times as long."""
+        return GemmCurve(self.tokens, tuple(s * factor for s in self.seconds), self.slope * factor, self.form)
 
     @property
     def knee(self) -> float:
         """Tokens up to which f_GEMM costs no more than it does for none."""
         flat = [n for n, s in zip(self.tokens, self.seconds, strict=True) if s == self.seconds[0]]
         return float("inf") if len(flat) == len(self.tokens) and self.slope == 0 else flat[-1]
+
+    @cached_property
+    def table(self) -> list[float]:
+        """f(0), f(1), ... up to the last knot: a step asks for the same few thousand values again and again."""
+        return _table(self, self.tokens[-1])
+
+
+@dataclass(frozen=True)
+class Curve(Affine):
+    """A component that bends: straight pieces between knots, then the line `slope`, `intercept`.
+
+    It is an `Affine` for those who only need the far end, where that line holds.
+
+    Args:
+        knots: increasing, the first one 0.
+        seconds: values at the knots, not decreasing; the last one lies on the line.
+
+    Raises:
+        ValueError: the knots are not such.
+    """
+
+    knots: tuple[float, ...] = (0.0,)
+    seconds: tuple[float, ...] = (0.0,)
+
+    def __post_init__(self) -> None:
+        # Where the last piece is the steepest, its intercept lies below zero, though no time is.
+        _check_knots("curve", self.knots, self.seconds, self.slope)
+
+    @classmethod
+    def through(cls, knots: Sequence[float], seconds: Sequence[float], slope: float) -> Curve:
+        """The curve with these knots that goes on with `slope`."""
+        return cls(slope, seconds[-1] - slope * knots[-1], tuple(knots), tuple(seconds))
+
+    def __call__(self, x: float) -> float:
+        return _interpolate(self.knots, self.seconds, self.slope, x)
+
+    def scaled(self, factor: float) -> Curve:
+        """The component that takes `factor` times as long."""
+        return Curve.through(self.knots, [s * factor for s in self.seconds], self.slope * factor)
+
+    def raised(self, seconds: float) -> Curve:
+        """The component that takes `seconds` longer, whatever x."""
+        return Curve.through(self.knots, [s + seconds for s in self.seconds], self.slope)
+
+    @cached_property
+    def table(self) -> list[float]:
+        """f(0), f(1), ... up to the last knot."""
+        return _table(self, self.knots[-1])
+
+    @cached_property
+    def slopes(self) -> tuple[float, ...]:
+        """Seconds per x after each knot."""
+        ends = zip(pairwise(self.knots), pairwise(self.seconds), strict=True)
+        return (*((b - a) / (y - x) for (x, y), (a, b) in ends), self.slope)
+
+
+def _bent(component: Affine) -> Curve:
+    """The component as a curve."""
+    if isinstance(component, Curve):
+        return component
+    return Curve.through((0.0,), (component.intercept,), component.slope)
+
+
+def _check_knots(name: str, knots: Sequence[float], seconds: Sequence[float], slope: float) -> None:
+    increasing = all(a < b for a, b in pairwise(knots))
+    monotone = all(a <= b for a, b in pairwise(seconds))
+    if not knots or knots[0] != 0 or len(knots) != len(seconds) or not increasing:
+        raise ValueError(f"{name}: knots {knots} must start at 0, increase, and each have a value")
+    if not monotone or not seconds[0] >= 0 or not slope >= 0:
+        raise ValueError(f"{name} must not decrease: seconds={seconds}, slope={slope}")
+
+
+def _interpolate(knots: Sequence[float], seconds: Sequence[float], slope: float, x: float) -> float:
+    last = knots[-1]
+    if x >= last:
+        return seconds[-1] + slope * (x - last)
+    k = bisect_right(knots, x) - 1
+    x0, x1, y0, y1 = knots[k], knots[k + 1], seconds[k], seconds[k + 1]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def _table(curve: GemmCurve | Curve, end: float) -> list[float]:
+    return [curve(n) for n in range(min(ceil(end), LARGEST_TABLE))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +226,14 @@ class Contention:
         if not 0 <= self.gamma <= 1:
             raise ValueError(f"gamma={self.gamma} is a share and must be in [0, 1]")
 
-    def attention(self, prefill: float, decode: float) -> float:
-        """T_ATTN of paths that take `prefill` and `decode` seconds alone."""
-        return max(self.beta * prefill, self.alpha * decode) + self.gamma * min(prefill, decode)
+    def attention(self, prefill: float, decode: float, ahead: float = 0.0) -> float:
+        """T_ATTN of paths that take `prefill` and `decode` seconds alone.
+
+        Args:
+            ahead: seconds that the decode path begins before the prefill path.
+        """
+        shared = min(prefill, max(decode - ahead, 0.0))
+        return max(self.beta * prefill, self.alpha * decode - ahead) + self.gamma * shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +262,15 @@ class IterationLoad:
             raise ValueError(f"prefill_tokens {self.prefill_tokens} do not add up to the chunks {self.chunks}")
 
     @property
+    def loads(self) -> tuple[int, ...]:
+        """n_r^p + n_r^d of every rank."""
+        prefill = self.prefill_tokens or (0,) * len(self.decode_tokens)
+        return tuple(p + d for p, d in zip(prefill, self.decode_tokens, strict=True))
+
+    @property
     def max_load(self) -> int:
         """max_r (n_r^p + n_r^d), the argument of f_GEMM in Eq. 3."""
-        prefill = self.prefill_tokens or (0,) * len(self.decode_tokens)
-        return max(p + d for p, d in zip(prefill, self.decode_tokens, strict=True))
+        return max(self.loads)
 
     @property
     def max_shard(self) -> int:
@@ -209,6 +315,8 @@ class LatencyModel:
         decode: f_D(aggregate context of a rank).
         prefill: f_P(workload of a rank, token pairs).
         comm: f_comm(largest shard): both all-to-alls.
+        barrier: whether every rank waits for the busiest one before its attention (Eq. 2). Without one, a rank begins
+            its decode attention when its own linear region ends; only the prefill path waits for all.
         contention: the overlap settings to choose from; empty if the engine cannot overlap.
         serial: whether running the paths one after the other is a choice too.
         all_reduce: f_AR(tokens of the busiest rank); NOTHING where `gemm` was measured with it.
@@ -233,6 +341,7 @@ class LatencyModel:
     transfer: Affine = NOTHING
     transfer_exposed: float = 0.0
     host: Affine = NOTHING
+    barrier: bool = True
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.num_ranks < 1:
@@ -280,8 +389,16 @@ class LatencyModel:
         prefill = estimator.prefill_path(shard, work)
         if overlap is None:
             overlap, decode_sms = estimator.setting(shard, work)
-        attention = self._attention(prefill, estimator.decode_path, overlap, decode_sms)
         gemm = self.linear(load.max_load)
+        if self.barrier:
+            attention = self._attention(prefill, estimator.decode_path, overlap, decode_sms)
+        else:
+            attention = max(
+                self._attention(prefill, self._decode_path(tokens, context), overlap, decode_sms, gemm - own)
+                for tokens, context, own in zip(
+                    load.decode_tokens, load.decode_context, map(self.linear, load.loads), strict=True
+                )
+            )
         incoming = max(load.incoming, default=0)
         transfer = self.transfer(incoming) if incoming else 0.0
         layer = self.with_transfer(gemm + attention, transfer)
@@ -303,14 +420,19 @@ class LatencyModel:
             return 0.0
         return self.gemm(max_load) + self.all_reduce(max_load)
 
-    def _attention(self, prefill: float, decode: float, overlap: bool, decode_sms: int | None) -> float:
-        if not prefill or not decode:
-            return prefill + decode
-        if not overlap:
-            return prefill + decode
+    def _decode_path(self, tokens: int, context: int) -> float:
+        """T_D of one rank (Eq. 5), seconds a layer."""
+        return self.decode(context) if tokens else 0.0
+
+    def _attention(
+        self, prefill: float, decode: float, overlap: bool, decode_sms: int | None, ahead: float = 0.0
+    ) -> float:
+        """T_ATTN as seen from the first boundary, of a rank that reached it `ahead` seconds earlier."""
+        if not prefill or not decode or not overlap:
+            return prefill + decode - ahead if decode else prefill
         for c in self.contention:
             if c.decode_sms == decode_sms:
-                return c.attention(prefill, decode)
+                return c.attention(prefill, decode, ahead)
         known = [c.decode_sms for c in self.contention]
         raise ValueError(f"decode_sms={decode_sms} is not among the settings {known} of latency model {self.name!r}")
 
@@ -325,7 +447,9 @@ class IterationEstimator:
     """A latency model with the resident decodes fixed, for the dispatcher's many queries in one step.
 
     Latency depends on a prefill assignment through four numbers only: the largest load, the largest shard, the total
-    attention work and the KV arriving at the busiest target. It does not decrease in any of them.
+    attention work and the KV arriving at the busiest target. It does not decrease in any of them. Without a barrier
+    these four give an upper bound, which `LatencyModel.predict` reaches where all ranks are equally loaded, as
+    waterfill leaves them.
     """
 
     def __init__(self, model: LatencyModel, decode_tokens: Sequence[int], decode_context: Sequence[int]) -> None:
@@ -337,7 +461,13 @@ class IterationEstimator:
         self._per_token = model.comm.slope
         self._per_pair = model.prefill.slope / model.num_ranks
         self._per_chunk = model.comm.intercept + model.prefill.intercept
-        self._gemm, self._gemm_slope = model.gemm, model.gemm.slope
+        self._bent = isinstance(model.comm, Curve) or isinstance(model.prefill, Curve)
+        if self._bent:
+            comm, attend = _bent(model.comm), _bent(model.prefill)
+            self._comm, self._comm_table = comm, comm.table
+            self._knots, self._values, self._slopes = attend.knots, attend.seconds, attend.slopes
+            self._share = 1 / model.num_ranks
+        self._gemm, self._gemm_slope, self._table = model.gemm, model.gemm.slope, model.gemm.table
         self._last_knot, self._at_last_knot = model.gemm.tokens[-1], model.gemm.seconds[-1]
         self._all_reduce_slope, self._all_reduce_intercept = model.all_reduce.slope, model.all_reduce.intercept
         self._transfer_slope, self._transfer_intercept = model.transfer.slope, model.transfer.intercept
@@ -348,7 +478,13 @@ class IterationEstimator:
         """T_P (Eq. 6), seconds a layer: `shard` tokens on the rank with most, `work` token pairs over all ranks."""
         if not shard:
             return 0.0
-        return self._per_token * shard + self._per_pair * work + self._per_chunk
+        if not self._bent:
+            return self._per_token * shard + self._per_pair * work + self._per_chunk
+        table = self._comm_table
+        comm = table[shard] if shard.__class__ is int and shard < len(table) else self._comm(shard)
+        share = self._share * work
+        k = bisect_right(self._knots, share) - 1
+        return comm + self._values[k] + self._slopes[k] * (share - self._knots[k])
 
     def attention(self, prefill: float) -> float:
         """T_ATTN (Eq. 4) under the fastest setting, for a prefill path of `prefill` seconds."""
@@ -389,7 +525,14 @@ class IterationEstimator:
         # take twice the time, and a step asks more than ten times. A test holds both to the last bit.
         decode = self.decode_path
         if shard:
-            prefill = self._per_token * shard + self._per_pair * work + self._per_chunk
+            if self._bent:
+                table = self._comm_table
+                comm = table[shard] if shard.__class__ is int and shard < len(table) else self._comm(shard)
+                share = self._share * work
+                k = bisect_right(self._knots, share) - 1
+                prefill = comm + self._values[k] + self._slopes[k] * (share - self._knots[k])
+            else:
+                prefill = self._per_token * shard + self._per_pair * work + self._per_chunk
             if prefill and decode:
                 attention = prefill + self._serial
                 shorter = prefill if prefill < decode else decode
@@ -406,6 +549,8 @@ class IterationEstimator:
             attention = decode
         if load >= self._last_knot:
             gemm = self._at_last_knot + self._gemm_slope * (load - self._last_knot)
+        elif load.__class__ is int and load < LARGEST_TABLE:
+            gemm = self._table[load]
         else:
             gemm = self._gemm(load)
         layer = attention

@@ -1,6 +1,7 @@
 """Profile files: a fitted latency model with what a reader needs to trust it (section 6.2, "Estimator construction").
 
-JSON, one file per (model, machine, base TP, N). `SCHEMA_VERSION` changes whenever an older reader would misread it.
+JSON, one file per (model, machine, base TP, N). `SCHEMA_VERSION` changes whenever an older reader would misread it;
+what an older version lacks has a default, so the versions before are read too.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from conflux_ray.planning.latency_model import Affine, Contention, GemmCurve, LatencyModel
+from conflux_ray.planning.latency_model import Affine, Contention, Curve, GemmCurve, LatencyModel
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""2: components may bend, and an iteration may have no barrier."""
+READABLE = (1, 2)
 
 _AFFINE = ("decode", "prefill", "comm", "all_reduce", "transfer", "host")
 
@@ -105,9 +108,9 @@ class Profile:
         if not isinstance(document, dict):
             raise ProfileError(f"{source}: a profile is a JSON object, this is {type(document).__name__}")
         version = document.get("schema_version")
-        if version != SCHEMA_VERSION:
+        if version not in READABLE:
             raise ProfileError(
-                f"{source}: schema_version={version!r}, this release reads {SCHEMA_VERSION}; "
+                f"{source}: schema_version={version!r}, this release reads {' and '.join(map(str, READABLE))}; "
                 f"profile again with `conflux profile`"
             )
         reader = _Reader(source)
@@ -156,7 +159,7 @@ class _Reader:
 
 def _latency(reader: _Reader, fields: Mapping[str, Any]) -> LatencyModel:
     gemm = reader.get(fields, "gemm", dict)
-    affine = {name: reader.build(name, Affine, **reader.get(fields, name, dict)) for name in _AFFINE}
+    affine = {name: _component(reader, name, reader.get(fields, name, dict)) for name in _AFFINE}
     return reader.build(
         "latency",
         LatencyModel,
@@ -176,5 +179,16 @@ def _latency(reader: _Reader, fields: Mapping[str, Any]) -> LatencyModel:
         ),
         serial=reader.get(fields, "serial", bool),
         transfer_exposed=reader.get(fields, "transfer_exposed", float),
+        barrier=reader.get({"barrier": True, **fields}, "barrier", bool),
         **affine,
     )
+
+
+def _component(reader: _Reader, name: str, fields: Mapping[str, Any]) -> Affine:
+    """An affine component, or one that bends, which has knots."""
+    if "knots" not in fields:
+        built: Affine = reader.build(name, Affine, **fields)
+        return built
+    knots, seconds = (tuple(reader.get(fields, key, list)) for key in ("knots", "seconds"))
+    bent: Curve = reader.build(name, Curve, **{**fields, "knots": knots, "seconds": seconds})
+    return bent

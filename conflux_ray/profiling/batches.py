@@ -7,8 +7,10 @@ a seed, so an interrupted run knows what is left.
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from conflux_ray.planning.latency_model import IterationLoad
@@ -19,6 +21,10 @@ PARTS = ("gemm", "decode", "prefill", "comm", "transfer", "host")
 MIN_PREFILL = 32
 CONTEXT_RATIO = 16
 """The largest context is this many times the smallest."""
+TILE = 128
+"""Rows of a matrix product that a GPU computes together: between multiples of it the linear region costs the same."""
+FINE, COARSE = 2048, 256
+"""Up to FINE tokens, half tiles are measured, beyond what ranks have when they share evenly, steps of COARSE."""
 NUM_MIXES = 3
 """How the attention paths of a mixed batch compare: either, the decodes' longer, the prefill's longer."""
 
@@ -168,50 +174,105 @@ def split_evenly(tokens: int, n: int) -> tuple[int, ...]:
     return tuple(tokens // n + (r < tokens % n) for r in range(n))
 
 
-def component_cases(ranges: Ranges, density: int = 1) -> list[Case]:
+def captured_sizes() -> tuple[int, ...]:
+    """Tokens that a GPU's linear regions run at up to 1024: those of its CUDA graphs (`vllm_compat.graphs`)."""
+    return (1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, 512, 32), *range(512, 1025, 64))
+
+
+def linear_sizes(ranges: Ranges) -> tuple[int, ...]:
+    """Tokens of a rank at which a GPU's linear region is measured.
+
+    Its time has steps: at the sizes it is padded to, and beyond those where one more row of tiles makes one more wave
+    over the multiprocessors. A step is worth a tenth of the time and lies where no smooth curve expects it.
+    """
+    most = ranges.max_tokens + ranges.max_batch
+    even = -(-(ranges.max_tokens // ranges.num_ranks + ranges.max_batch) // TILE) * TILE
+    captured = captured_sizes()
+    sizes = {
+        *captured,
+        *range(captured[-1], FINE, TILE // 2),
+        *range(FINE, even + 1, TILE),
+        *range(max(FINE, even), most, COARSE),
+        most,
+    }
+    return tuple(sorted(size for size in sizes if size <= most))
+
+
+def padded_sizes(cases: Iterable[Case]) -> tuple[int, ...]:
+    """Tokens of a rank at which a GPU's linear region costs what it costs down to the next smaller one of them.
+
+    Args:
+        cases: what is measured; whole tiles are steps as far as each of them is.
+    """
+    captured = captured_sizes()
+    measured = {case.workload for case in cases if case.part == "gemm"}
+    tiles = itertools.takewhile(measured.__contains__, itertools.count(captured[-1] + TILE, TILE))
+    return (*captured, *tiles)
+
+
+def component_cases(ranges: Ranges, density: int = 1, linear: Sequence[int] = ()) -> list[Case]:
     """The grid of every component. Even ranks and one busy rank, where the component depends on the busiest.
 
     Args:
         ranges: the largest batch.
         density: multiplies the number of points in each direction.
+        linear: tokens of a rank at which the linear region is measured; empty takes a geometric grid.
+    """
+    names = [f"gemm-{x}" for x in linear or _linear_loads(ranges, density)]
+    for batch in geometric(1, ranges.max_batch, 4 * density):
+        for context in geometric(ranges.min_context, ranges.max_context, 4 * density):
+            names.append(f"decode-{batch}x{context}-even")
+            if ranges.num_ranks > 1 and context == ranges.max_context:
+                names.append(f"decode-{batch}x{context}-busy")
+    names += [f"host-{batch}" for batch in geometric(1, ranges.max_batch, 6 * density)]
+    # Round contexts fit the kernels' tiles; a request's seldom does.
+    contexts = (0, *(context - 1 for context in geometric(ranges.min_context, ranges.max_context, 3 * density)))
+    for length in geometric(ranges.min_tokens, ranges.max_tokens, 7 * density):
+        names += [f"prefill-{length}@{context}" for context in contexts]
+    if ranges.num_ranks > 1:
+        for length in geometric(ranges.min_tokens, ranges.max_tokens, 9 * density):
+            names += [f"comm-{length}-even", f"comm-{length}-busy"]
+        names += [f"transfer-{length}" for length in geometric(ranges.min_context, ranges.max_length, 6 * density)]
+    return [component_case(name, ranges) for name in dict.fromkeys(names)]
+
+
+def component_case(name: str, ranges: Ranges) -> Case:
+    """The case that a name of `component_cases` stands for.
+
+    Raises:
+        ValueError: it stands for none.
     """
     n = ranges.num_ranks
     idle: tuple[tuple[int, ...], ...] = ((),) * n
-    cases = [Case(f"gemm-{x}", _linear(x, n), "gemm") for x in _linear_loads(ranges, density)]
-    for batch in geometric(1, ranges.max_batch, 4 * density):
-        for context in geometric(ranges.min_context, ranges.max_context, 4 * density):
-            contexts = (context,) * batch
-            cases.append(Case(f"decode-{batch}x{context}-even", Batch((contexts,) * n), "decode"))
-            if n > 1 and context == ranges.max_context:
-                cases.append(Case(f"decode-{batch}x{context}-busy", Batch((contexts, *idle[1:])), "decode"))
-    cases += [
-        Case(f"host-{batch}", Batch(((ranges.min_context,) * batch,) * n), "host")
-        for batch in geometric(1, ranges.max_batch, 6 * density)
-    ]
-    contexts = (0, *geometric(ranges.min_context, ranges.max_context, 3 * density))
-    for length in geometric(ranges.min_tokens, ranges.max_tokens, 5 * density):
-        for context in contexts:
-            chunk = BatchChunk(context, split_evenly(length, n))
-            cases.append(Case(f"prefill-{length}@{context}", Batch(idle, (chunk,)), "prefill"))
-    if n == 1:
-        return cases
-    for length in geometric(ranges.min_tokens, ranges.max_tokens, 7 * density):
-        for where, shard in (("even", split_evenly(length, n)), ("busy", (length, *(0,) * (n - 1)))):
-            cases.append(Case(f"comm-{length}-{where}", Batch(idle, (BatchChunk(0, shard),)), "comm"))
-    for length in geometric(ranges.min_context, ranges.max_length, 6 * density):
-        # Only the handing over is timed: the chunk says how long the request is.
-        chunk = BatchChunk(0, split_evenly(length, n), handed_to=0)
-        cases.append(Case(f"transfer-{length}", Batch(idle, (chunk,)), "transfer"))
-    return cases
+    part, *words = re.split("[-x@]", name)
+    try:
+        size, where = int(words[0]), words[-1]
+        if part == "gemm":
+            # On every rank: where ranks share cores or power, the even case is the one to plan for.
+            shards = [tuple(size * (r == rank) for r in range(n)) for rank in range(n)]
+            batch = Batch(idle, tuple(BatchChunk(0, shard) for shard in shards))
+        elif part == "decode":
+            contexts = (int(words[1]),) * size
+            batch = Batch((contexts, *(idle[1:] if where == "busy" else (contexts,) * (n - 1))))
+        elif part == "host":
+            batch = Batch(((ranges.min_context,) * size,) * n)
+        elif part == "prefill":
+            batch = Batch(idle, (BatchChunk(int(words[1]), split_evenly(size, n)),))
+        elif part == "comm":
+            shard = split_evenly(size, n) if where == "even" else (size, *(0,) * (n - 1))
+            batch = Batch(idle, (BatchChunk(0, shard),))
+        elif part == "transfer":
+            # Only the handing over is timed: the chunk says how long the request is.
+            batch = Batch(idle, (BatchChunk(0, split_evenly(size, n), handed_to=0),))
+        else:
+            raise ValueError(f"part={part!r}")
+    except (ValueError, IndexError) as error:
+        raise ValueError(f"{name!r} names no measurement of a component ({error})") from error
+    return Case(name, batch, part)
 
 
 def _linear_loads(ranges: Ranges, density: int) -> list[int]:
     return geometric(1, ranges.max_tokens + ranges.max_batch, 28 * density)
-
-
-def _linear(load: int, n: int) -> Batch:
-    """`load` tokens on every rank: where ranks share cores or power, the even case is the one to plan for."""
-    return Batch(((),) * n, tuple(BatchChunk(0, tuple(load * (r == rank) for r in range(n))) for rank in range(n)))
 
 
 def iteration_cases(

@@ -27,11 +27,19 @@ from conflux_ray.config import (
 from conflux_ray.kv import KVGeometry
 from conflux_ray.planning.fitting import IterationRow, fit_profile
 from conflux_ray.planning.profile import ProfileError
-from conflux_ray.profiling.batches import Case, Ranges, component_cases, iteration_cases
+from conflux_ray.profiling.batches import (
+    Case,
+    Ranges,
+    component_case,
+    component_cases,
+    iteration_cases,
+    linear_sizes,
+    padded_sizes,
+)
 from conflux_ray.profiling.evaluation import evaluate_iterations
 from conflux_ray.profiling.machine import describe_machine, load_average, machine_slug, software_versions
 from conflux_ray.profiling.registry import find_profile, profile_name
-from conflux_ray.profiling.samples import SampleFile
+from conflux_ray.profiling.samples import SampleFile, read_settings
 
 HELD_OUT = 0.2
 """Share of a profile's whole iterations that is set aside, for the errors the profile states."""
@@ -113,7 +121,7 @@ class Settings:
         """Everything a profile is fitted to."""
         count = self.iterations * (2 if self.splits else 1)
         whole = iteration_cases(self.ranges, count, self.seed, HELD_OUT, splits=self.splits)
-        parts = component_cases(self.ranges, self.density)
+        parts = component_cases(self.ranges, self.density, linear_sizes(self.ranges) if self.device == "cuda" else ())
         if self.device == "cuda":
             # Run-ahead hides the host behind the GPU: what is left of it shows in whole iterations alone.
             parts = [case for case in parts if case.part != "host"]
@@ -156,6 +164,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--evaluate", metavar="PROFILE", help="a profile's file or name: measure random batches, print its errors")
     add("--batches", type=int, default=200, help="of --evaluate")
     add("--model", help="a model that conflux-ray builds, a folder or a hub id (--evaluate: the profile's)")
+    add("--samples", type=Path, help="measure nothing: fit (--evaluate: compare with) what this file holds")
+    add("--date", help="of --samples, ISO 8601 (default: today)")
     add("--out", type=Path, help="file to write (default: MODEL.DEVICE.spN.json; --evaluate: printed only)")
     add("--device", choices=("cpu", "cuda"), default=default.device)
     add("--sp-degree", type=int, default=default.sp_degree, help="N, logical ranks")
@@ -181,8 +191,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=default.seed)
     add("--machine", help="the device in words (default: found out)")
     options = parser.parse_args(argv)
-    if not options.evaluate and not options.model:
-        parser.error("--model is needed, or --evaluate")
+    if not (options.evaluate or options.model or options.samples):
+        parser.error("--model is needed, or --evaluate or --samples")
     for name in ("batches", "iterations", "repeats", "density", "threads", "block_size", "sp_degree"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
@@ -190,15 +200,45 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _profile(options: argparse.Namespace) -> int:
+    if options.samples:
+        return _refit(options)
     settings = _settings({name: getattr(options, name) for name in Settings.__dataclass_fields__})
-    name = profile_name(settings.model, machine_slug(settings.device), settings.sp_degree, settings.tensor_parallel)
-    out = options.out or Path(f"{name}.json")
+    out = options.out or _default_out(settings)
     machine = options.machine or settings.machine()
     versions = software_versions()
     cases = settings.profile_cases()
     samples = SampleFile(_beside(out), {**_conditions(settings), "machine": machine, "versions": versions})
     load_before = load_average()
-    num_layers = _measure(settings, cases, samples, options)
+    _measure(settings, cases, samples, options)
+    quality = _quality(samples, load_before)
+    return _fit(settings, cases, samples, machine, versions, datetime.now(UTC).date().isoformat(), quality, out)
+
+
+def _refit(options: argparse.Namespace) -> int:
+    """Fit what a file of samples holds, measured by whichever grid."""
+    found = read_settings(options.samples)
+    settings = _settings({name: value for name, value in found.items() if name in Settings.__dataclass_fields__})
+    samples = SampleFile(options.samples, found)
+    whole = [case for case in settings.profile_cases() if not case.part and case.name in samples.cases]
+    parts = set(samples.cases) - {case.name for case in whole}
+    cases = [component_case(name, settings.ranges) for name in samples.cases if name in parts] + whole
+    date = options.date or datetime.now(UTC).date().isoformat()
+    out = options.out or _default_out(settings)
+    quality = {"samples_of_a_case": samples.counts(), "noise_percent": samples.noise()}
+    return _fit(settings, cases, samples, found["machine"], found["versions"], date, quality, out)
+
+
+def _fit(
+    settings: Settings,
+    cases: Sequence[Case],
+    samples: SampleFile,
+    machine: str,
+    versions: dict[str, str],
+    date: str,
+    quality: dict[str, Any],
+    out: Path,
+) -> int:
+    num_layers = _model(settings)[1].num_layers
     profile = fit_profile(
         _rows(cases, samples, num_layers),
         model=Path(settings.model).name,
@@ -207,10 +247,10 @@ def _profile(options: argparse.Namespace) -> int:
         num_ranks=settings.sp_degree,
         base_tp=settings.tensor_parallel,
         versions=versions,
-        date=datetime.now(UTC).date().isoformat(),
+        date=date,
+        padded=padded_sizes(cases) if settings.device == "cuda" else (),
     )
-    conditions = {**_conditions(settings), **_quality(samples, load_before)}
-    replace(profile, conditions=conditions).save(out)
+    replace(profile, conditions={**_conditions(settings), **quality}).save(out)
     for kind, errors in (("in-sample", profile.in_sample), ("held out", profile.held_out)):
         for component, error in errors.items():
             print(f"{kind:9} {component:9} MAPE {error.mape:5.1f} %  P95 {error.p95:5.1f} %  ({error.count})")
@@ -218,19 +258,33 @@ def _profile(options: argparse.Namespace) -> int:
     return 0
 
 
+def _default_out(settings: Settings) -> Path:
+    slug = machine_slug(settings.device)
+    return Path(f"{profile_name(settings.model, slug, settings.sp_degree, settings.tensor_parallel)}.json")
+
+
 def _evaluate(options: argparse.Namespace) -> int:
     profile = find_profile(options.evaluate)
-    known = {name: value for name, value in profile.conditions.items() if name in Settings.__dataclass_fields__}
+    known: dict[str, Any] = dict(profile.conditions)
+    if options.samples:
+        known = read_settings(options.samples)
     if "max_tokens" not in known:
         raise ProfileError(f"{options.evaluate}: says nothing of how it was measured; profile again")
+    known = {name: value for name, value in known.items() if name in Settings.__dataclass_fields__}
     settings = _settings({**known, "model": options.model or known["model"]})
     cases = settings.evaluation_cases(options.batches)
-    out = options.out or Path(f"{Path(options.evaluate).stem}.evaluation.json")
-    samples = SampleFile(_beside(out), {**_conditions(settings), "machine": options.machine or settings.machine()})
     load_before = load_average()
-    num_layers = _measure(settings, cases, samples, options)
-    rows = [row for row in _rows(cases, samples, num_layers) if isinstance(row, IterationRow)]
-    errors = evaluate_iterations(profile.latency, rows, [case.batch.kind for case in cases])
+    if options.samples:
+        samples = SampleFile(options.samples, read_settings(options.samples))
+        cases = [case for case in cases if case.name in samples.cases]
+    else:
+        out = options.out or Path(f"{Path(options.evaluate).stem}.evaluation.json")
+        samples = SampleFile(_beside(out), {**_conditions(settings), "machine": options.machine or settings.machine()})
+        _measure(settings, cases, samples, options)
+    rows = _rows(cases, samples, _model(settings)[1].num_layers)
+    errors = evaluate_iterations(
+        profile.latency, [row for row in rows if isinstance(row, IterationRow)], [case.batch.kind for case in cases]
+    )
     report = {
         "profile": profile.latency.name,
         "date": datetime.now(UTC).date().isoformat(),
@@ -240,7 +294,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     text = json.dumps(report, indent=2)
     print(text)
     if options.out:
-        out.write_text(text + "\n")
+        options.out.write_text(text + "\n")
     return 0
 
 
@@ -249,11 +303,11 @@ def _settings(fields: dict[str, Any]) -> Settings:
     return Settings(**{**fields, "decode_sms": tuple(fields.get("decode_sms", ()))})
 
 
-def _measure(settings: Settings, cases: Sequence[Case], samples: SampleFile, options: argparse.Namespace) -> int:
-    """Measure what is missing; returns the model's layers."""
-    _, geometry = _model(settings)
+def _measure(settings: Settings, cases: Sequence[Case], samples: SampleFile, options: argparse.Namespace) -> None:
+    """Measure what is missing."""
+    _model(settings)
     if all((case.name, number) in samples for case in cases for number in range(options.repeats)):
-        return geometry.num_layers
+        return
     with workers(settings) as (group, layout):
         # Imported here: it imports torch and vLLM, which takes seconds and wants its environment first.
         from conflux_ray.profiling.measure import WorkerMeasure, run_rounds, warm_up
@@ -261,7 +315,6 @@ def _measure(settings: Settings, cases: Sequence[Case], samples: SampleFile, opt
         measure = WorkerMeasure(group, layout, steady=settings.device == "cuda")
         warm_up(cases, measure)
         run_rounds(cases, measure, samples, options.repeats, settings.seed, 60 * options.minutes)
-    return geometry.num_layers
 
 
 def _model(settings: Settings) -> tuple[str, ModelGeometry]:

@@ -17,6 +17,20 @@ class SampleFileError(ValueError):
     """The file is of other settings, or no file of samples; the message names it and the remedy."""
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings of a file of samples.
+
+    Raises:
+        SampleFileError: it cannot be read, or is no such file.
+    """
+    try:
+        with path.open() as file:
+            settings: dict[str, Any] = json.loads(file.readline())["settings"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SampleFileError(f"{path}: no file of samples ({error!r})") from error
+    return settings
+
+
 class SampleFile:
     """Samples of a run, on disk.
 
@@ -57,6 +71,11 @@ class SampleFile:
                 )
         if whole != text:
             self.path.write_text(whole)
+
+    @property
+    def cases(self) -> list[str]:
+        """Names of what has samples, in the order of their first."""
+        return list(self._seconds)
 
     def __contains__(self, sample: tuple[str, int]) -> bool:
         """Whether (case, round) is measured."""

@@ -21,7 +21,7 @@ from conflux_ray.planning.fitting import (
     row_from_json,
     row_to_json,
 )
-from conflux_ray.planning.latency_model import Affine, Contention, GemmCurve, IterationLoad, LatencyModel
+from conflux_ray.planning.latency_model import Affine, Contention, Curve, GemmCurve, IterationLoad, LatencyModel
 from conflux_ray.planning.profile import FitError
 
 TRUTH = LatencyModel(
@@ -188,6 +188,64 @@ def test_noise_never_makes_the_gemm_curve_fall():
     curve, _ = fit_gemm(x, np.array([TRUTH.gemm(n) for n in x]) * rng.uniform(0.6, 1.4, len(x)))
     values = [curve(n) for n in range(0, 6000, 7)]
     assert values == sorted(values)
+
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
+
+
+def test_padded_batches_take_what_the_next_size_takes():
+    x = np.array([*SIZES, 400, 800], dtype=float)
+    y = np.array([100, 100, 101, 100, 101, 100, 120, 150, 260, 300, 400, 800]) * 1e-6
+    curve, errors = fit_gemm(x, y, padded=SIZES)
+    assert curve.form == "steps"
+    assert "steps" in errors
+    assert [curve(n) for n in (33, 50, 64, 65, 129, 192)] == pytest.approx(
+        [120e-6, 120e-6, 120e-6, 150e-6, 260e-6, 260e-6]
+    )
+    assert curve(600) == pytest.approx(600e-6)
+    assert curve(1600) == pytest.approx(1600e-6, rel=0.1)
+    assert curve.knee == 32
+    assert curve.table[50] == curve(50)
+
+
+def test_a_size_between_padded_ones_counts_as_the_one_it_runs_at():
+    curve, _ = fit_gemm(np.array([1.0, 20, 40, 100, 256]), np.array([1.0, 2, 3, 5, 9]), padded=SIZES)
+    assert [curve(n) for n in (1, 17, 32, 33, 64, 100, 128)] == pytest.approx([1, 2, 2, 3, 3, 5, 5])
+
+
+def test_a_component_that_bends_is_fitted_in_pieces():
+    bent = Curve.through((0.0, 64.0, 1024.0, 4096.0), (30e-6, 30e-6, 200e-6, 330e-6), 4e-8)
+    rows = [row for row in component_rows() if row.component != "comm"]
+    x = np.geomspace(16, 8192, 19)
+    rows += [ComponentRow("comm", float(n), bent(float(n))) for n in x]
+    profile = fit(rows)
+    assert isinstance(profile.latency.comm, Curve)
+    assert isinstance(profile.latency.decode, Affine)
+    assert profile.held_out["comm"].mape < 6
+    values = [profile.latency.comm(n) for n in range(0, 9000, 50)]
+    assert values == sorted(values)
+
+
+def test_iterations_show_whether_ranks_wait_for_each_other():
+    # Without transfers, and with the busiest rank not the one with the most context.
+    for barrier in (True, False):
+        truth = replace(TRUTH, barrier=barrier)
+        fitted = fit(component_rows(truth) + iteration_rows(120, truth, noise=0.01)).latency
+        assert fitted.barrier is barrier
+
+
+def test_iterations_show_that_a_component_runs_faster_between_the_others_than_alone():
+    alone = replace(TRUTH, gemm=TRUTH.gemm.scaled(1.2))
+    fitted = fit(component_rows(alone, skip=("host",)) + iteration_rows(200)).latency
+    assert fitted.gemm(2000) == pytest.approx(TRUTH.gemm(2000), rel=0.02)
+    assert fitted.prefill(1e7) == pytest.approx(TRUTH.prefill(1e7), rel=0.05)
+
+
+def test_iterations_show_that_a_transfer_takes_longer_beside_other_work():
+    alone = replace(TRUTH, transfer=Affine(2e-7, 1e-3))
+    slowed = replace(alone, transfer=alone.transfer.scaled(2.5))
+    fitted = fit(component_rows(alone) + iteration_rows(200, slowed)).latency
+    assert fitted.transfer(8000) == pytest.approx(slowed.transfer(8000), rel=0.02)
 
 
 def test_errors_are_percentages_of_the_measured_time():

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conflux_ray.planning.latency_model import Affine, Contention, GemmCurve, IterationLoad, LatencyModel, chunk_work
+from conflux_ray.planning.latency_model import (
+    NOTHING,
+    Affine,
+    Contention,
+    Curve,
+    GemmCurve,
+    IterationLoad,
+    LatencyModel,
+    chunk_work,
+)
 
 MODEL = LatencyModel(
     name="by hand",
@@ -22,6 +31,7 @@ MODEL = LatencyModel(
     serial=False,
     host=Affine(1.0, 20.0),
 )
+CURVES = [Curve.through((0, 40, 300), (3.1, 3.1, 14.9), 0.03), Curve.through((0, 7, 90_000), (2.3, 5.3, 400.7), 0.01)]
 
 
 def test_iteration_ends_at_two_boundaries_a_layer():
@@ -99,6 +109,8 @@ def test_the_estimator_of_a_step_agrees_with_the_model(serial, decodes, shard):
         {},
         optional={
             "gemm": st.sampled_from([GemmCurve.affine(0.3, 7.1), GemmCurve((0, 9, 31), (0.0, 5.3, 9.7), 1.1)]),
+            "prefill": st.sampled_from(CURVES),
+            "comm": st.sampled_from([NOTHING, *CURVES]),
             "serial": st.just(True),
             "contention": st.just((Contention(1.7, 1.2, 48), Contention(1.1, 1.4, 64, gamma=0.3))),
             "all_reduce": st.just(Affine(0.7, 4.3)),
@@ -141,6 +153,7 @@ def test_gemm_curve_interpolates_between_knots_and_continues_with_its_slope():
         lambda: Affine(-1e-9),
         lambda: GemmCurve((0, 5), (2.0, 1.0), 1.0),
         lambda: GemmCurve((1,), (2.0,), 1.0),
+        lambda: Curve.through((0, 5), (2.0, 1.0), 1.0),
         lambda: Contention(0.9, 1.0),
         lambda: Contention(1.0, 1.0, gamma=1.1),
         lambda: IterationLoad((1, 2), (1,)),
@@ -155,6 +168,48 @@ def test_impossible_values_are_refused(make):
         make()
 
 
+def test_without_a_barrier_a_rank_s_decodes_begin_when_its_own_linear_region_ends():
+    model = replace(MODEL, contention=(Contention(1.0, 1.0),), serial=True, barrier=False)
+    # Rank 0, 70 tokens: 100 + 2 * 20 = 140, T_D = 0.1 * 400 + 5 = 45; rank 1, 20 tokens: 100, T_D = 105.
+    load = IterationLoad((10, 20), (400, 1000), prefill_tokens=(60, 0), chunks=((60, 8),))
+    prefill = 0.5 * 60 + 7 + 0.01 * 60 * (8 + 30.5) / 2 + 3  # 51.55
+    assert model.predict(load, overlap=False).seconds == pytest.approx(10 * (100 + 105 + prefill) + 40)
+    assert model.predict(load, overlap=True).seconds == pytest.approx(10 * max(140 + prefill, 100 + 105) + 40)
+    decodes = IterationLoad((10, 60), (1000, 400))  # 100 + 105 against 120 + 45
+    assert model.predict(decodes).seconds == pytest.approx(10 * 205 + 80)
+    shared = replace(model, contention=(Contention(1.0, 1.0, gamma=0.5),))
+    # 40 of rank 1's 105 pass while rank 0 is in its linear region; half of the 51.55 that both share comes on top.
+    assert shared.predict(load, overlap=True).seconds == pytest.approx(10 * (205 + 0.5 * prefill) + 40)
+
+
+@given(
+    level=st.integers(41, 300),
+    contexts=st.tuples(st.integers(0, 5000), st.integers(0, 5000)),
+    chunk_context=st.integers(0, 300),
+    skew=st.integers(0, 40),
+)
+def test_without_a_barrier_evenly_loaded_ranks_take_what_the_step_s_estimator_says(
+    level, contexts, chunk_context, skew
+):
+    model = replace(MODEL, contention=(Contention(1.2, 1.1, gamma=0.4),), serial=True, barrier=False)
+    decodes = (3, 40)
+    shard = (level - 3, level - 40)
+    estimator = model.given(decodes, contexts)
+    load = IterationLoad(decodes, contexts, shard, ((sum(shard), chunk_context),))
+    assert model.predict(load).seconds == pytest.approx(estimator.seconds(level, shard[0], load.work))
+    skewed = IterationLoad(decodes, contexts, (shard[0] + skew, shard[1]), ((sum(shard) + skew, chunk_context),))
+    bound = estimator.seconds(skewed.max_load, skewed.max_shard, skewed.work)
+    assert model.predict(skewed).seconds <= bound * (1 + 1e-12)
+
+
+def test_a_component_that_bends_interpolates_and_goes_on_as_its_last_line():
+    curve = Curve.through((0, 10, 30), (5.0, 5.0, 9.0), 1.0)
+    assert [curve(x) for x in (0, 10, 20, 30, 40)] == [5, 5, 7, 9, 19]
+    assert curve(1000) == curve.slope * 1000 + curve.intercept
+    assert [curve.scaled(2.0)(x) for x in (0, 20, 40)] == [10, 14, 38]
+    assert [curve.raised(1.0)(x) for x in (0, 20, 40)] == [6, 8, 20]
+
+
 @given(
     load=st.integers(1, 500),
     shard=st.integers(0, 500),
@@ -162,10 +217,13 @@ def test_impossible_values_are_refused(make):
     incoming=st.integers(0, 5000),
     more=st.tuples(*[st.integers(0, 100)] * 4),
     serial=st.booleans(),
+    bends=st.booleans(),
     decodes=st.sampled_from([(0, 0), (3, 40)]),
 )
-def test_latency_never_falls_as_work_grows(load, shard, work, incoming, more, serial, decodes):
+def test_latency_never_falls_as_work_grows(load, shard, work, incoming, more, serial, bends, decodes):
     model = replace(MODEL, serial=serial, transfer=Affine(0.2, 1.0), transfer_exposed=0.3)
+    if bends:
+        model = replace(model, comm=CURVES[0], prefill=CURVES[1], gemm=GemmCurve((0, 64, 65), (3.0, 3.0, 9.0), 0.1))
     estimator = model.given(decodes, [100 * d for d in decodes])
     before = estimator.seconds(load, shard, work, incoming)
     after = estimator.seconds(load + more[0], shard + more[1], work + more[2], incoming + more[3])

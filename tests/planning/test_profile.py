@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from conflux_ray.planning.fallback import MACHINES, fallback_profile
-from conflux_ray.planning.latency_model import IterationLoad
+from conflux_ray.planning.latency_model import Curve, IterationLoad
 from conflux_ray.planning.profile import SCHEMA_VERSION, Profile, ProfileError
 from conflux_ray.planning.scheduler import Scheduler
 from tests.planning.build import request, resident, roomy_kv
@@ -49,6 +50,24 @@ def test_a_file_says_what_a_reader_needs_to_trust_it(profile, tmp_path):
         assert set(errors) == {"gemm", "decode", "prefill", "comm", "transfer", "host", "iteration"}
         assert set(errors["iteration"]) == {"count", "mape", "p50", "p95", "max"}
     assert set(document["gemm_forms"]) == {"affine", "floor", "piecewise"}
+
+
+def test_components_that_bend_and_iterations_without_a_barrier_are_kept(profile, tmp_path):
+    path = tmp_path / "profile.json"
+    bent = Curve.through((0.0, 100.0, 5000.0), (1e-5, 1e-5, 4e-4), 7e-8)
+    changed = replace(profile, latency=replace(profile.latency, comm=bent, prefill=bent, barrier=False))
+    changed.save(path)
+    assert Profile.load(path) == changed
+
+
+def test_a_file_of_the_version_before_is_read(profile, tmp_path):
+    path = tmp_path / "profile.json"
+    profile.save(path)
+    document = json.loads(path.read_text())
+    document["schema_version"] = 1
+    del document["latency"]["barrier"]
+    path.write_text(json.dumps(document))
+    assert Profile.load(path) == profile
 
 
 @pytest.mark.parametrize(

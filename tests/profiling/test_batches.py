@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from conflux_ray.planning.fitting import MIN_POINTS, SPREAD
-from conflux_ray.profiling.batches import PARTS, Batch, BatchChunk, Case, Ranges, component_cases, iteration_cases
+from conflux_ray.profiling.batches import (
+    PARTS,
+    Batch,
+    BatchChunk,
+    Case,
+    Ranges,
+    captured_sizes,
+    component_case,
+    component_cases,
+    iteration_cases,
+    linear_sizes,
+    padded_sizes,
+)
 from conflux_ray.profiling.plans import TableLayout, make_plans
 
 RANGES = [Ranges(1, 64, 8, 128), Ranges(2, 64, 8, 128), Ranges(3, 768, 16, 1536), Ranges(8)]
@@ -92,3 +106,36 @@ def test_overlapped_batches_meet_every_split_of_the_multiprocessors_in_every_mix
 def test_a_split_reaches_the_workers() -> None:
     batch = Batch(((8,), (4,)), (BatchChunk(4, (1, 1)),), decode_sms=48)
     assert make_plans(Case("c", batch), TableLayout(50, 4, 2)).step.decode_sms == 48
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+def test_a_name_says_what_is_measured(ranges: Ranges) -> None:
+    for case in component_cases(ranges):
+        assert component_case(case.name, ranges) == case
+
+
+@pytest.mark.parametrize("name", ["gemm", "gemm-x", "prefill-5", "iteration-3", "decode-5"])
+def test_a_name_of_nothing_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        component_case(name, Ranges(2))
+
+
+@pytest.mark.heavy
+def test_the_captured_sizes_are_those_of_the_graphs() -> None:
+    from conflux_ray.vllm_compat.graphs import LARGEST_GRAPH, graph_sizes
+
+    assert captured_sizes() == graph_sizes(LARGEST_GRAPH)
+
+
+def test_on_a_gpu_every_step_of_the_linear_region_is_measured() -> None:
+    ranges = Ranges(2, 8192, 128)
+    sizes = linear_sizes(ranges)
+    assert set(captured_sizes()) <= set(sizes)
+    assert set(range(1024, 4225, 128)) <= set(sizes)  # half of the tokens and all decodes, on one rank
+    assert sizes[-1] == 8320
+    assert len(sizes) < 110
+    padded = padded_sizes(component_cases(ranges, linear=sizes))
+    assert padded[: len(captured_sizes())] == captured_sizes()
+    assert padded[-1] == 4224  # beyond, not every tile is measured
+    assert all(b - a == 128 for a, b in pairwise(padded[len(captured_sizes()) - 1 :]))
+    assert padded_sizes([component_case("gemm-8320", ranges)]) == captured_sizes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,16 @@ def test_measured_settings_are_not_mixed_with_others(made: Path, capsys: pytest.
     assert "seed=0, now 5" in capsys.readouterr().err
 
 
+def test_samples_are_fitted_again_without_a_measurement(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "workers", None)
+    out, samples = made.with_name("again.json"), made.with_name("tiny.samples.jsonl")
+    assert command.main([f"--samples={samples}", f"--out={out}", "--date=2026-01-02"]) == 0
+    again, before = Profile.load(out), Profile.load(made)
+    assert replace(again.latency, name="") == replace(before.latency, name="")
+    assert again.date == "2026-01-02"
+    assert again.rows == before.rows
+
+
 def test_evaluation_measures_batches_that_were_not_fitted(made: Path) -> None:
     out = made.with_name("errors.json")
     assert command.main([f"--evaluate={made}", "--batches=9", "--repeats=1", f"--out={out}"]) == 0
@@ -68,6 +79,10 @@ def test_evaluation_measures_batches_that_were_not_fitted(made: Path) -> None:
     assert errors["count"] == 9
     assert errors["p50"] <= errors["p95"] <= errors["max"]
     assert sum(kind["count"] for kind in report["by_kind"].values()) == 9
+    again = made.with_name("errors-again.json")
+    kept = made.with_name("errors.samples.jsonl")
+    assert command.main([f"--evaluate={made}", "--batches=9", f"--samples={kept}", f"--out={again}"]) == 0
+    assert json.loads(again.read_text())["overall"] == errors
 
 
 @pytest.mark.parametrize(
