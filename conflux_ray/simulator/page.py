@@ -136,6 +136,8 @@ interval by Student's t. A seed has at least {search.seconds:g} s of arrivals an
 ones for every system and every rate, their gaps scaled to the rate. Every baseline runs in the best of its swept
 configurations. Nothing is tuned towards the paper's numbers.
 
+Every system plans an iteration when the one before has ended; what running ahead changes is in `simulator.md`.
+
 Workloads:
 {workloads}
 
