@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="enqueue attention once for all layers (cuda)",
     )
     parser.add_argument(
-        "--decode-sms", type=int, nargs="*", default=[32, 48, 64], help="multiprocessors for decodes beside a chunk"
+        "--decode-sms", type=int, nargs="*", default=[64, 96], help="multiprocessors for decodes beside a chunk"
     )
     parser.add_argument("--sp-degree", type=int, default=2)
     parser.add_argument("--tensor-parallel", type=int, default=1)

@@ -109,16 +109,17 @@ def build_step(
     """Turn a rank's batch and its block tables into index tensors, uploaded by the device's next `commit`.
 
     Args:
-        decode_sms: multiprocessors for decode attention where it runs beside prefill; None lets both take all.
+        decode_sms: multiprocessors for decode attention where it runs beside prefill; None lets both take all. What it
+            leaves is prefill's from the start, the rest once decode is done.
     """
     prefill_blocks, prefill_offsets = gather_slots(batch.received, prefill_tables, pool.prefill_page)
     indices, decode_offsets = np.divmod(batch.decode_positions, pool.block_size)
     written = [decode_tables[a][i] for a, i in zip(batch.decode_ids, indices.tolist(), strict=True)]
     decode_lens = (batch.decode_positions + 1).tolist()
     prefill_lens = [s.end for s in batch.received]
-    decode_margin = prefill_margin = 0
+    decode_margin = 0
     if decode_sms is not None and overlap and batch.decode_ids and batch.received and device.num_sms:
-        decode_margin, prefill_margin = max(device.num_sms - decode_sms, 0), decode_sms
+        decode_margin = max(device.num_sms - decode_sms, 0)
     parts: list[npt.NDArray[Any]] = [
         np.array(written, np.int64),
         prefill_blocks,
@@ -137,9 +138,7 @@ def build_step(
         decode=_sequences(device, uploaded[2], [1] * batch.num_decodes, decode_lens, decode_margin),
         prefill_blocks=uploaded[1],
         prefill_offsets=device.upload(prefill_offsets),
-        prefill=_sequences(
-            device, uploaded[3], [s.end - s.start for s in batch.received], prefill_lens, prefill_margin
-        ),
+        prefill=_sequences(device, uploaded[3], [s.end - s.start for s in batch.received], prefill_lens),
     )
 
 
@@ -158,7 +157,7 @@ def _upload_together(device: Device, parts: list[npt.NDArray[Any]]) -> tuple[tor
 
 
 def _sequences(
-    device: Device, tables: torch.Tensor, query_lens: list[int], seq_lens: list[int], sm_margin: int
+    device: Device, tables: torch.Tensor, query_lens: list[int], seq_lens: list[int], sm_margin: int = 0
 ) -> Sequences:
     return Sequences(
         query_lens,

@@ -83,7 +83,7 @@ class Settings:
     max_batch: int = 128
     max_context: int = 16384
     density: int = 1
-    decode_sms: tuple[int, ...] = (32, 48, 64)
+    decode_sms: tuple[int, ...] = (64, 96)
     iterations: int = 120
     seed: int = 0
 
