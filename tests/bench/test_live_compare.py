@@ -358,6 +358,7 @@ def test_the_report_has_live_beside_simulated_with_the_error() -> None:
     # (100 + 75) / 2 % live, 75 % simulated; the points' errors are -25 and 0.
     assert cells[:4] == ["1", "conflux-slo", "2", "87.5 / 75.0 (-12.5)"]
     assert cells[4].endswith("(+10 %)")
+    assert cells[-1] == "no"
     assert latency_table([entry("v", "vllm", *ours.points)]) == ""
     row = predicted_lengths_table(ours).splitlines()[2]
     cells = [cell.strip() for cell in row.split("|")[1:-1]]

@@ -105,6 +105,10 @@ FIGURES = (("ttft", "p50"), ("ttft", "p95"), ("tbt", "p50"), ("tbt", "p95"))
 """What live and simulated are compared by, beside attainment."""
 
 
+GOALS = {"ttft_p50": 0.05, "ttft_p95": 0.10}
+"""The largest errors that a cross-check may have up to 90 % of the knee."""
+
+
 def errors(live: dict[str, Any], predicted: dict[str, Any]) -> dict[str, float]:
     """(simulated - live) / live of each of `FIGURES`, as `ttft_p50`; of attainment the difference, as `attainment`.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from conflux_ray.bench.live import timeline
 from conflux_ray.bench.live.point import Point, pooled
-from conflux_ray.bench.live.predict import FIGURES, mean_errors
+from conflux_ray.bench.live.predict import FIGURES, GOALS, mean_errors
 from conflux_ray.bench.live.score import by_length, paired_difference, wilson
 from conflux_ray.bench.live.tables import interval, lengths_table, markdown, remarks, seconds, share
 
@@ -162,12 +162,13 @@ def latency_table(entries: Sequence[Entry]) -> str:
                     continue
                 figures = [1e3 * fmean(s[name][p] for s in side) for side in zip(*pairs, strict=True)]
                 row.append(f"{figures[0]:.0f} / {figures[1]:.0f} ({100 * error[f'{name}_{p}']:+.0f} %)")
-            rows.append(row)
+            met = all(abs(error.get(name, math.inf)) <= most for name, most in GOALS.items())
+            rows.append([*row, "yes" if met else "no"])
     if not rows:
         return ""
     names = [f"{name.upper()} {p.upper()}, ms" for name, p in FIGURES]
     return "Live / simulated (error of the simulation):\n\n" + markdown(
-        ("Rate", "Contender", "Seeds", "Attained, % (points)", *names), rows, left=2
+        ("Rate", "Contender", "Seeds", "Attained, % (points)", *names, "TTFT within 5 % / 10 %"), rows, left=2
     )
 
 
