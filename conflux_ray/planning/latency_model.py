@@ -24,6 +24,7 @@ Units: seconds and tokens. Component functions are per layer, except f_host.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -111,14 +112,14 @@ class GemmCurve:
         """The curve that takes `factor` times as long."""
         return GemmCurve(self.tokens, tuple(s * factor for s in self.seconds), self.slope * factor, self.form)
 
-    @property
+    @cached_property
     def knee(self) -> float:
         """Tokens up to which f_GEMM costs no more than it does for none."""
         flat = [n for n, s in zip(self.tokens, self.seconds, strict=True) if s == self.seconds[0]]
         return float("inf") if len(flat) == len(self.tokens) and self.slope == 0 else flat[-1]
 
     @cached_property
-    def table(self) -> list[float]:
+    def table(self) -> array[float]:
         """f(0), f(1), ... up to the last knot: a step asks for the same few thousand values again and again."""
         return _table(self, self.tokens[-1])
 
@@ -161,15 +162,17 @@ class Curve(Affine):
         return Curve.through(self.knots, [s + seconds for s in self.seconds], self.slope)
 
     @cached_property
-    def table(self) -> list[float]:
+    def table(self) -> array[float]:
         """f(0), f(1), ... up to the last knot."""
         return _table(self, self.knots[-1])
 
     @cached_property
-    def slopes(self) -> tuple[float, ...]:
-        """Seconds per x after each knot."""
+    def lines(self) -> tuple[list[float], list[float], list[float]]:
+        """Where each piece but the first begins, and slope and intercept of each."""
         ends = zip(pairwise(self.knots), pairwise(self.seconds), strict=True)
-        return (*((b - a) / (y - x) for (x, y), (a, b) in ends), self.slope)
+        slopes = [*((b - a) / (y - x) for (x, y), (a, b) in ends), self.slope]
+        starts = zip(self.knots, self.seconds, slopes, strict=True)
+        return list(self.knots[1:]), slopes, [y - slope * x for x, y, slope in starts]
 
 
 def _bent(component: Affine) -> Curve:
@@ -197,8 +200,8 @@ def _interpolate(knots: Sequence[float], seconds: Sequence[float], slope: float,
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
-def _table(curve: GemmCurve | Curve, end: float) -> list[float]:
-    return [curve(n) for n in range(min(ceil(end), LARGEST_TABLE))]
+def _table(curve: GemmCurve | Curve, end: float) -> array[float]:
+    return array("d", (curve(n) for n in range(min(ceil(end), LARGEST_TABLE))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,7 +468,7 @@ class IterationEstimator:
         if self._bent:
             comm, attend = _bent(model.comm), _bent(model.prefill)
             self._comm, self._comm_table = comm, comm.table
-            self._knots, self._values, self._slopes = attend.knots, attend.seconds, attend.slopes
+            self._bends, self._slopes, self._intercepts = attend.lines
             self._share = 1 / model.num_ranks
         self._gemm, self._gemm_slope, self._table = model.gemm, model.gemm.slope, model.gemm.table
         self._last_knot, self._at_last_knot = model.gemm.tokens[-1], model.gemm.seconds[-1]
@@ -480,11 +483,13 @@ class IterationEstimator:
             return 0.0
         if not self._bent:
             return self._per_token * shard + self._per_pair * work + self._per_chunk
-        table = self._comm_table
-        comm = table[shard] if shard.__class__ is int and shard < len(table) else self._comm(shard)
+        try:
+            comm = self._comm_table[shard]  # type: ignore[call-overload]
+        except (IndexError, TypeError):  # beyond the table, or no whole tokens
+            comm = self._comm(shard)
         share = self._share * work
-        k = bisect_right(self._knots, share) - 1
-        return comm + self._values[k] + self._slopes[k] * (share - self._knots[k])
+        k = bisect_right(self._bends, share)
+        return comm + self._intercepts[k] + self._slopes[k] * share
 
     def attention(self, prefill: float) -> float:
         """T_ATTN (Eq. 4) under the fastest setting, for a prefill path of `prefill` seconds."""
@@ -526,11 +531,13 @@ class IterationEstimator:
         decode = self.decode_path
         if shard:
             if self._bent:
-                table = self._comm_table
-                comm = table[shard] if shard.__class__ is int and shard < len(table) else self._comm(shard)
+                try:
+                    comm = self._comm_table[shard]  # type: ignore[call-overload]
+                except (IndexError, TypeError):
+                    comm = self._comm(shard)
                 share = self._share * work
-                k = bisect_right(self._knots, share) - 1
-                prefill = comm + self._values[k] + self._slopes[k] * (share - self._knots[k])
+                k = bisect_right(self._bends, share)
+                prefill = comm + self._intercepts[k] + self._slopes[k] * share
             else:
                 prefill = self._per_token * shard + self._per_pair * work + self._per_chunk
             if prefill and decode:
@@ -549,10 +556,11 @@ class IterationEstimator:
             attention = decode
         if load >= self._last_knot:
             gemm = self._at_last_knot + self._gemm_slope * (load - self._last_knot)
-        elif load.__class__ is int and load < LARGEST_TABLE:
-            gemm = self._table[load]
         else:
-            gemm = self._gemm(load)
+            try:
+                gemm = self._table[load]  # type: ignore[call-overload]
+            except (IndexError, TypeError):
+                gemm = self._gemm(load)
         layer = attention
         if load:
             layer += gemm + (self._all_reduce_slope * load + self._all_reduce_intercept)
