@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +33,8 @@ class Workload:
         max_model_len: lengths are capped to it, tokens.
         trace: requests are a random subset of it, its arrivals scaled to the rate.
         quantiles: of prompts and outputs, if there is no trace.
+        source: file, unit and whether bad rows are skipped, if the trace is that file's. Another process reads the file
+            once instead of getting the trace with every task.
 
     Raises:
         ValueError: there is neither trace nor quantiles, or both.
@@ -40,6 +44,7 @@ class Workload:
     max_model_len: int
     trace: Trace | None = None
     quantiles: tuple[Quantiles, Quantiles] | None = None
+    source: tuple[Path, str, bool] | None = None
     _spread: dict[int, Trace] = field(default_factory=dict, repr=False, compare=False)  # by seed
 
     def __post_init__(self) -> None:
@@ -54,7 +59,14 @@ class Workload:
             TraceError: it cannot be used.
         """
         trace = read_mooncake(path, unit, skip_bad)
-        return cls(trace.name.replace("_trace", "").replace("_", " "), max_model_len, trace)
+        name = trace.name.replace("_trace", "").replace("_", " ")
+        return cls(name, max_model_len, trace, source=(path.resolve(), unit, skip_bad))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.source is None:
+            return Workload, (self.name, self.max_model_len, self.trace, self.quantiles)
+        path, *how = self.source
+        return _from_file, (path, self.max_model_len, *how)
 
     @classmethod
     def from_table(cls, name: str, max_model_len: int) -> Workload:
@@ -96,3 +108,8 @@ class Workload:
             assert self.quantiles is not None
             drawn = synthesize(self.name, *self.quantiles, count, rate, for_requests)
         return cap_lengths(drawn, self.max_model_len)
+
+
+@cache
+def _from_file(path: Path, max_model_len: int, unit: str, skip_bad: bool) -> Workload:
+    return Workload.from_file(path, max_model_len, unit, skip_bad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from conflux_ray.simulator.trace import (
     subsample,
     synthesize,
 )
+from conflux_ray.simulator.workload import Workload
 
 TRACES = Path(__file__).parents[3] / "shared" / "data" / "traces"
 
@@ -166,3 +168,14 @@ def test_the_published_traces_are_read():
     surrogate = read_mooncake(TRACES / "toolagent_surrogate.jsonl")
     prompts = sorted(r.prompt_tokens for r in surrogate.requests)
     assert prompts[len(prompts) // 2] == pytest.approx(TABLE_3["toolagent"][0].p50, rel=0.02)
+
+
+def test_a_workload_of_a_file_goes_to_another_process_by_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(f'{{"timestamp": {k}, "input_length": {k + 1}, "output_length": 1}}\n' for k in range(9)))
+    workload = Workload.from_file(path, 100, "s")
+    sent = pickle.dumps(workload)
+    assert len(sent) < 500
+    assert pickle.loads(sent).draw(1, 5, 0) == workload.draw(1, 5, 0)
+    short = workload.shrunk(0.5, 1.0)  # that is no file
+    assert pickle.loads(pickle.dumps(short)).draw(1, 5, 0) == short.draw(1, 5, 0)

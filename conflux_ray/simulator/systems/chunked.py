@@ -202,8 +202,10 @@ class ChunkedInstance(Instance):
         decodes = self.pool.count
         if not chunks and not decodes:
             return None
-        prefill = sum(length for _, length in chunks)
-        work = sum(chunk_work(length, request.computed_tokens) for request, length in chunks)
+        prefill, work = 0, 0.0
+        for request, length in chunks:
+            prefill += length
+            work += chunk_work(length, request.computed_tokens)
         estimator = self.model.given(self.pool.tokens, self.pool.context)
         seconds = estimator.seconds(prefill + decodes, prefill, work) * (self.overrun if prefill else 1.0)
         end = start + seconds
