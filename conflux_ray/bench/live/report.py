@@ -185,15 +185,16 @@ def predicted_lengths_table(entry: Entry) -> str:
             said = [g for _, predicted in pairs for g in predicted["lengths"] if g["above"] == above]
             counted, compliant = (sum(g[name] for g in said) for name in ("counted", "compliant"))
             # A percentile of several seeds is the mean of theirs.
-            ttft = {p: fmean(g["ttft"][p] for g in said if g["ttft"]) for p in ("p50", "p95")}
+            served = [g["ttft"] for g in said if g["ttft"]]
+            ttft = {p: fmean(one[p] for one in served) for p in ("p50", "p95")} if served else {}
             rows.append(
                 [
                     f"{rate:g}",
                     f"{above + 1} to {group['up_to']}" if group["up_to"] else f"over {above}",
                     f"{group['counted']}",
                     f"{share(group['attainment'])} / {share(compliant / counted)}",
-                    f"{seconds(group['ttft'], 'p50')} / {ttft['p50']:.2f}",
-                    f"{seconds(group['ttft'], 'p95')} / {ttft['p95']:.2f}",
+                    f"{seconds(group['ttft'], 'p50')} / {seconds(ttft, 'p50')}",
+                    f"{seconds(group['ttft'], 'p95')} / {seconds(ttft, 'p95')}",
                 ]
             )
     header = ("Rate", "Prompt tokens", "Counted", "Attained, live / simulated, %", "TTFT P50, s", "TTFT P95, s")
