@@ -358,7 +358,8 @@ def _lawson_hanson(columns: Floats, y: Floats) -> Floats:
 def fit_gemm(x: Floats, y: Floats, padded: Sequence[int] = ()) -> tuple[GemmCurve, dict[str, FitError]]:
     """f_GEMM in the form with the least cross-validated MAPE; a simpler form that is within a tenth of it is preferred.
 
-    Where batches are padded, it is the form `steps`: what runs is one of a few sizes, and each takes what it takes.
+    Where batches are padded and at least half of the sizes were measured, it is the form `steps`: what runs is one of
+    them, and each takes what it takes. With fewer, a line through two of them may lie off all that are between.
 
     Args:
         x: tokens of a rank.
@@ -377,10 +378,12 @@ def fit_gemm(x: Floats, y: Floats, padded: Sequence[int] = ()) -> tuple[GemmCurv
         "floor": _gemm_floor,
         "piecewise": _gemm_piecewise,
     }
-    if padded:
+    sizes = np.array([size for size in padded if size <= x.max()], dtype=np.float64)
+    known = bool(len(sizes)) and len(np.unique(np.searchsorted(sizes, x[x <= sizes[-1]]))) >= len(sizes) / 2
+    if known:
         forms["steps"] = lambda x, y: _gemm_steps(x, y, padded)
     errors = {form: _cross_validated(x, y, fit) for form, fit in forms.items()}
-    if padded:
+    if known:
         return forms["steps"](x, y), errors
     least = min(error.mape for error in errors.values())
     chosen = next(form for form in forms if errors[form].mape <= SIMPLER * least + 1e-9)

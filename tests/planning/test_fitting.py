@@ -213,6 +213,13 @@ def test_a_size_between_padded_ones_counts_as_the_one_it_runs_at():
     assert [curve(n) for n in (1, 17, 32, 33, 64, 100, 128)] == pytest.approx([1, 2, 2, 3, 3, 5, 5])
 
 
+def test_too_few_measured_sizes_make_no_steps():
+    x = np.array([1.0, 16, 128, 400, 800])
+    curve, errors = fit_gemm(x, 1e-6 * x + 5e-5, padded=SIZES)
+    assert curve.form == "affine"
+    assert "steps" not in errors
+
+
 def test_a_component_that_bends_is_fitted_in_pieces():
     bent = Curve.through((0.0, 64.0, 1024.0, 4096.0), (30e-6, 30e-6, 200e-6, 330e-6), 4e-8)
     rows = [row for row in component_rows() if row.component != "comm"]
