@@ -72,10 +72,6 @@ class RunningIteration:
         self._done = done
         self._read = read
 
-    def ready(self) -> bool:
-        """Whether `finish` returns at once."""
-        return self._done.query()
-
     def finish(self) -> WorkerResult:
         """Wait for the iteration and report it."""
         self._done.synchronize()

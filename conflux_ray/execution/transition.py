@@ -7,6 +7,7 @@ sizes follow from the plan. The first decode of a request waits, per layer, for 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -56,6 +57,7 @@ class Transitions:
         self.group = group
         self.num_begun = 0
         self._open: list[Handoff] = []
+        self._lock = threading.Lock()  # of `_open`: iterations are reported by another thread than enqueues them
 
     def begin(
         self,
@@ -85,7 +87,8 @@ class Transitions:
             receive_offsets=self.device.upload(receive[1]),
         )
         self.num_begun += 1
-        self._open.append(handoff)
+        with self._lock:
+            self._open.append(handoff)
         return handoff
 
     def after_layer(self, handoff: Handoff, layer: int) -> None:
@@ -97,7 +100,9 @@ class Transitions:
 
     def arrivals(self, alloc_ids: Sequence[int], num_layers: int) -> list[list[Event]]:
         """Per layer, the arrivals that decodes of `alloc_ids` must wait for; empty if there are none."""
-        waits = [h for h in self._open if len(h.arrived) == num_layers and not h.arriving.isdisjoint(alloc_ids)]
+        with self._lock:
+            known = list(self._open)
+        waits = [h for h in known if len(h.arrived) == num_layers and not h.arriving.isdisjoint(alloc_ids)]
         if not waits:
             return []
         return [[h.arrived[layer] for h in waits] for layer in range(num_layers)]
@@ -109,9 +114,14 @@ class Transitions:
         raises here.
         """
         done: list[int] = []
-        while self._open and self._open[0].number < begun and (wait or self._open[0].done):
-            handoff = self._open.pop(0)
+        with self._lock:
+            known = [h for h in self._open if h.number < begun]
+        for handoff in known:
+            if not (wait or handoff.done):
+                break
             handoff.arrived[-1].synchronize()
+            with self._lock:
+                self._open.remove(handoff)
             done += handoff.transfer_ids
         return done
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
-import time
+import queue
+import sys
+import threading
 import traceback
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,10 +24,11 @@ from conflux_ray.vllm_compat.loader import LoadedModel, ModelArgs, ModelShape
 STOP = b""
 """Sent instead of a plan to end the loop."""
 
-_IDLE_SECONDS = 3600.0
-_POLL_SECONDS = 5e-5
-_MOST_RUNNING = 2
-"""Iterations enqueued at once. The instance issues no third before it has the result of the first."""
+_IDLE_SECONDS = 1.0
+"""Between two looks at whether the other thread still lives."""
+
+_SWITCH_SECONDS = 2e-4
+"""How long the thread that enqueues may keep the other one from the interpreter; Python's 5 ms would show in TBT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,8 @@ class Worker:
         results.wait_until_ready()
         self._device.bind()
         try:
-            run_plans(self._plans, self._runner.run, lambda result: results.send(encode(result)))
+            sys.setswitchinterval(_SWITCH_SECONDS)
+            run_plans(self._plans, self._runner.run, lambda result: results.send(encode(result)), self._device.bind)
         except Exception:
             results.send(encode(WorkerError(self.spec.rank, traceback.format_exc())))
             raise
@@ -141,34 +144,80 @@ class Worker:
 class Plans(Protocol):
     """Where a worker's plans come from (`vllm_compat.channel.Reader`)."""
 
-    def ready(self) -> bool:
-        """Whether `receive` returns at once."""
-        ...
-
     def receive(self, timeout: float) -> bytes:
         """The next message; raises TimeoutError after `timeout` seconds."""
         ...
 
 
 def run_plans(
-    plans: Plans, run: Callable[[IterationPlan], RunningIteration], send: Callable[[WorkerResult], None]
+    plans: Plans,
+    run: Callable[[IterationPlan], RunningIteration],
+    send: Callable[[WorkerResult], None],
+    bind: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run plans until `STOP`. If the next plan is there, it is enqueued before this one's result is waited for."""
-    running: deque[RunningIteration] = deque()
-    while True:
-        if running and (len(running) == _MOST_RUNNING or running[0].ready()):
-            send(running.popleft().finish())
-            continue
-        if running and not plans.ready():
-            time.sleep(_POLL_SECONDS)
-            continue
+    """Run plans until `STOP`; what is enqueued then is still reported.
+
+    A thread of its own waits for iterations and reports them: enqueueing a large one takes the host tens of
+    milliseconds, and the tokens of the one before must not wait for that.
+
+    Args:
+        plans: one after the other.
+        run: enqueues an iteration.
+        send: reports its result.
+        bind: called first by the other thread, which then uses the device.
+    """
+    reporter = _Reporter(send, bind)
+    try:
+        while True:
+            try:
+                data = plans.receive(_IDLE_SECONDS)
+            except TimeoutError:
+                reporter.check()
+                continue
+            if data == STOP:
+                break
+            reporter.add(run(decode_plan(data)))
+    finally:
+        reporter.end()
+    reporter.check()
+
+
+class _Reporter:
+    """Reports iterations in the order in which they were enqueued."""
+
+    def __init__(self, send: Callable[[WorkerResult], None], bind: Callable[[], None]) -> None:
+        self._send = send
+        self._bind = bind
+        self._running: queue.SimpleQueue[RunningIteration | None] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._loop, name="conflux-results", daemon=True)
+        self._thread.start()
+
+    def add(self, iteration: RunningIteration) -> None:
+        """Report an iteration that has been enqueued, once it is done.
+
+        There are two at most: the instance issues no third before it has the result of the first.
+        """
+        self.check()
+        self._running.put(iteration)
+
+    def check(self) -> None:
+        """Raise what ended the thread, if anything did."""
+        if self._failure is not None:
+            raise self._failure
+
+    def end(self) -> None:
+        """Wait until everything is reported."""
+        self._running.put(None)
+        self._thread.join()
+
+    def _loop(self) -> None:
         try:
-            data = plans.receive(_IDLE_SECONDS)
-        except TimeoutError:
-            continue
-        if data == STOP:
-            return
-        running.append(run(decode_plan(data)))
+            self._bind()
+            while (iteration := self._running.get()) is not None:
+                self._send(iteration.finish())
+        except BaseException as error:
+            self._failure = error
 
 
 def make_device(spec: WorkerSpec) -> Device:

@@ -1,5 +1,7 @@
 """A worker's start and its loop, on the CPU."""
 
+import threading
+
 import pytest
 
 from conflux_ray.execution.group import LocalWorkerGroup
@@ -16,19 +18,19 @@ from tests.execution.oracle import Schedule, run_schedule
 pytestmark = pytest.mark.heavy
 
 
-class SlowIteration:
-    """An iteration that is done only when it is waited for."""
+class Iteration:
+    """An iteration that is done when it is told so, or fails."""
 
-    def __init__(self, log: list[str], iteration: int) -> None:
-        self._log = log
-        self._iteration = iteration
-
-    def ready(self) -> bool:
-        return False
+    def __init__(self, number: int, done: threading.Event, failure: str = "") -> None:
+        self._number = number
+        self._done = done
+        self._failure = failure
 
     def finish(self) -> WorkerResult:
-        self._log.append(f"finish {self._iteration}")
-        return WorkerResult(self._iteration, 0)
+        assert self._done.wait(10)
+        if self._failure:
+            raise RuntimeError(self._failure)
+        return WorkerResult(self._number, 0)
 
 
 class Inbox:
@@ -37,40 +39,56 @@ class Inbox:
     def __init__(self, count: int) -> None:
         self._messages = [encode(IterationPlan(i, ((),))) for i in range(count)] + [STOP]
 
-    def ready(self) -> bool:
-        return bool(self._messages)
-
     def receive(self, timeout: float) -> bytes:
         return self._messages.pop(0)
 
 
 def test_the_next_plan_is_enqueued_before_a_result_is_waited_for() -> None:
-    log: list[str] = []
+    enqueued, sent = threading.Event(), []
 
-    def run(plan: IterationPlan) -> SlowIteration:
-        log.append(f"run {plan.iteration}")
-        return SlowIteration(log, plan.iteration)
+    def run(plan: IterationPlan) -> Iteration:
+        if plan.iteration == 1:
+            enqueued.set()  # what the first one waits for
+        return Iteration(plan.iteration, enqueued)
 
-    run_plans(Inbox(4), run, lambda result: log.append(f"send {result.iteration}"))
-    assert log == [
-        "run 0", "run 1", "finish 0", "send 0", "run 2", "finish 1", "send 1", "run 3", "finish 2", "send 2",
-    ]  # fmt: skip
-
-
-class QuickIteration(SlowIteration):
-    def ready(self) -> bool:
-        return True
+    run_plans(Inbox(4), run, lambda result: sent.append(result.iteration))
+    assert sent == [0, 1, 2, 3]
 
 
-def test_a_result_that_is_there_is_sent_before_the_next_plan_runs() -> None:
-    log: list[str] = []
+def test_a_result_is_sent_while_the_next_plan_is_being_enqueued() -> None:
+    done, reported = threading.Event(), threading.Event()
+    done.set()
 
-    def run(plan: IterationPlan) -> QuickIteration:
-        log.append(f"run {plan.iteration}")
-        return QuickIteration(log, plan.iteration)
+    def run(plan: IterationPlan) -> Iteration:
+        if plan.iteration == 1:
+            assert reported.wait(10)  # a long iteration: the one before is reported meanwhile
+        return Iteration(plan.iteration, done)
 
-    run_plans(Inbox(2), run, lambda result: log.append(f"send {result.iteration}"))
-    assert log == ["run 0", "finish 0", "send 0", "run 1", "finish 1", "send 1"]
+    run_plans(Inbox(2), run, lambda result: reported.set())
+
+
+def test_an_iteration_that_fails_ends_the_loop_with_its_error() -> None:
+    done, sent = threading.Event(), []
+    done.set()
+    with pytest.raises(RuntimeError, match="broken"):
+        run_plans(Inbox(3), lambda plan: Iteration(plan.iteration, done, "broken"), sent.append)
+    assert sent == []
+
+
+def test_an_iteration_that_fails_is_noticed_while_no_plan_comes() -> None:
+    class Silent:
+        def __init__(self) -> None:
+            self._first = [encode(IterationPlan(0, ((),)))]
+
+        def receive(self, timeout: float) -> bytes:
+            if self._first:
+                return self._first.pop()
+            raise TimeoutError
+
+    done = threading.Event()
+    done.set()
+    with pytest.raises(RuntimeError, match="broken"):
+        run_plans(Silent(), lambda plan: Iteration(plan.iteration, done, "broken"), lambda result: None)
 
 
 class WarmedUp(ModelRunner):
