@@ -56,7 +56,7 @@ class RunnerLimits:
     gpu_memory_utilization: float = 0.9  # share of the device's memory for everything
     repeat_attention: bool = False  # enqueue the attention region once an iteration, for all layers
     graph_sizes: tuple[int, ...] = ()  # numbers of tokens at which the linear regions are captured as CUDA graphs
-    peer_memory: bool = True  # exchange heads by writing into the other GPUs' memory, where that works
+    peer_memory: bool = False  # exchange heads by writing into the other GPUs' memory, where that works
     decode_sizes: tuple[int, ...] = ()  # numbers of decodes at which iterations of decodes alone are, as a whole
 
 

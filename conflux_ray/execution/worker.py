@@ -55,7 +55,7 @@ class WorkerSpec:
     max_num_seqs: int = 128  # resident decodes of one logical rank, likewise
     repeat_attention: bool = False  # `attention.RepeatedAttention`
     graph_sizes: tuple[int, ...] = ()  # of CUDA graphs, tokens (`vllm_compat.graphs.graph_sizes`); none: eager
-    peer_memory: bool = True  # `peer.PeerExchange` where GPUs reach each other's memory
+    peer_memory: bool = False  # `peer.PeerExchange` where GPUs reach each other's memory
     decode_sizes: tuple[int, ...] = ()  # of `decode_graphs`, decodes; on a GPU at most the largest of graph_sizes
 
 

@@ -130,8 +130,8 @@ def main() -> int:
     parser.add_argument("--delay", type=float, default=0.0, help="most seconds injected before side-stream work")
     parser.add_argument("--graphs", type=int, default=0, help="capture the linear regions up to this many tokens")
     parser.add_argument("--repeat", action="store_true", help="enqueue attention once an iteration for all layers")
-    parser.add_argument("--nccl", action="store_true", help="exchange heads by NCCL, not by writing into other GPUs")
-    parser.add_argument("--one-gpu", action="store_true", help="all workers on one GPU; collectives by the host")
+    parser.add_argument("--peer", action="store_true", help="exchange heads by writing into the other GPUs' memory")
+    parser.add_argument("--one-gpu", action="store_true", help="all workers on one GPU, with --peer")
     parser.add_argument("--runner", help="module:class of a runner with a planted bug (tests.execution.faults)")
     parser.add_argument("--threads", type=int, default=8, help="of the reference")
     args = parser.parse_args()
@@ -156,10 +156,11 @@ def main() -> int:
             return_logits=True,
             decode_delay=(0.0, args.delay),
             transfer_delay=(0.0, args.delay),
-            max_prefill_tokens=512,
+            # What is larger goes by collectives, which cannot be captured where workers share a GPU.
+            max_prefill_tokens=4096 if args.one_gpu else 512,
             max_num_seqs=16,
             repeat_attention=args.repeat,
-            peer_memory=not args.nccl,
+            peer_memory=args.peer or args.one_gpu,
             one_gpu=args.one_gpu,
             graph_sizes=graph_sizes(args.graphs) if args.graphs else (),
             decode_sizes=decode_sizes(16) if args.graphs else (),
