@@ -192,6 +192,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="enqueue attention once for all layers (cuda)",
     )
     parser.add_argument(
+        "--peer-memory", action="store_true", help="heads written into the other GPUs' memory, not by NCCL (cuda)"
+    )
+    parser.add_argument(
         "--decode-sms", type=int, nargs="*", default=[64, 96], help="multiprocessors for decodes beside a chunk"
     )
     parser.add_argument("--sp-degree", type=int, default=2)
@@ -213,6 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.tensor_parallel,
         load_format=args.load_format,
         attention_graphs=args.attention_graphs,
+        peer_memory=args.peer_memory,
         max_tokens=max([*args.chunks, 16 * args.sp_degree]),
         max_batch=max(args.decodes, 4),
         max_context=max(args.context, 16),

@@ -91,6 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--decodes", type=int, default=24, help="of each rank")
     parser.add_argument("--context", type=int, default=8192, help="of each decode, tokens")
     parser.add_argument("--decode-sms", type=int, nargs="*", default=[], help="splits of the multiprocessors to try")
+    parser.add_argument(
+        "--peer-memory", action="store_true", help="heads written into the other GPUs' memory, not by NCCL (cuda)"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args(argv)
@@ -104,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.device,
             degree,
             load_format=args.load_format,
+            peer_memory=args.peer_memory,
             max_tokens=max(degree * args.tokens, 16 * degree),
             max_batch=max(args.decodes, 4),
             max_context=max(args.prompt, args.context, 16),

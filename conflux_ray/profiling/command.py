@@ -59,6 +59,7 @@ class Settings:
         dtype: of weights and KV.
         load_format: "dummy" for random weights.
         attention_graphs: enqueue attention once an iteration for all layers; on GPUs only.
+        peer_memory: exchange heads by writing into the other GPUs' memory; on GPUs only.
         block_size: tokens of a KV block; None as the server chooses.
         threads: of each worker, on the CPU.
         max_tokens: prefill tokens of an iteration.
@@ -77,6 +78,7 @@ class Settings:
     dtype: str = "auto"
     load_format: str = "auto"
     attention_graphs: bool = True
+    peer_memory: bool = False
     block_size: int | None = None
     threads: int = 1
     max_tokens: int = 10240
@@ -178,6 +180,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=True,
         help="attention enqueued once an iteration, for all layers (cuda)",
     )
+    add("--peer-memory", action="store_true", help="heads written into the other GPUs' memory, not by NCCL (cuda)")
     add("--block-size", type=int, default=default.block_size, help="tokens (default: as the server chooses)")
     add("--threads", type=int, default=default.threads, help="of each worker, on the CPU")
     add("--max-tokens", type=int, default=default.max_tokens, help="most prefill tokens of an iteration")
@@ -379,6 +382,7 @@ def workers(settings: Settings) -> Iterator[tuple[Any, Any]]:
         runner=RUNNER,
         max_prefill_tokens=settings.max_tokens,
         max_num_seqs=settings.max_batch,
+        peer_memory=settings.peer_memory,
         repeat_attention=settings.attention_graphs and settings.device == "cuda",
         graph_sizes=graph_sizes(LARGEST_GRAPH) if settings.device == "cuda" else (),
         decode_sizes=decode_sizes(settings.max_batch) if settings.device == "cuda" else (),

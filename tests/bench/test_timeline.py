@@ -18,6 +18,7 @@ from conflux_ray.bench.live.timeline import (
     gap_between,
     misses,
     of_points,
+    on_device,
     prompts,
     read,
     summarize,
@@ -78,6 +79,22 @@ def test_a_gap_comes_from_an_empty_instance_the_instance_or_the_workers() -> Non
     assert gap_between(before, after).cause == "instance late"
     # Clocks of worker and instance overlap: no gap.
     assert gap_between(*iterations(first, line(1, 0.099, 0.1))).seconds == 0
+
+
+def test_an_iteration_had_ended_when_the_next_one_began() -> None:
+    # The second one is reported 40 ms late, the third one in time; the first one's end shows through both.
+    lines = [line(0, 0.0, 0.1), line(1, 0.14, 0.1, planned=0.09), line(2, 0.2, 0.1, planned=0.19)]
+    late = iterations(*lines)[1]
+    assert late.end == late.collected
+    first, second, third = on_device(iterations(*lines))
+    assert second.end == pytest.approx(EPOCH + 0.2, abs=1e-6)
+    assert second.collected - second.end == pytest.approx(0.04, abs=1e-6)
+    assert (first.end, third.end) == pytest.approx((EPOCH + 0.1, EPOCH + 0.3), abs=1e-6)
+    assert gap_between(first, second).seconds == pytest.approx(0.0, abs=1e-6)
+    found = summarize([first, second, third], tbt=0.5)
+    assert found["reported_late"]["p99"] == pytest.approx(0.04, rel=0.05)
+    assert found["reported_late"]["share_above_5_ms"] == pytest.approx(1 / 3)
+    assert found["gaps"]["seconds"]["workers late"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_busy_shares_of_the_whole_and_of_its_fullest_half_minute() -> None:

@@ -143,27 +143,33 @@ def _save(figure: Any, path: Path) -> None:
     plt.close(figure)
 
 
+BINS = 120
+"""Of the time axis of an iteration log."""
+
+
 def iteration_log(iterations: Sequence[Iteration], tbt: float, path: Path) -> None:
     """An iteration log: what ran when, measured against predicted, gaps, and prompt tokens of an iteration."""
     figure, axes = plt.subplots(2, 2, figsize=(12, 8))
     zero = iterations[0].began
     busy, kinds, gaps, tokens = axes.flat
-    seconds = np.arange(0, iterations[-1].collected - zero + 1)
-    began = np.array([i.began - zero for i in iterations])
+    length = max((iterations[-1].end - zero) / BINS, 1e-6)
+    edges = length * np.arange(BINS + 1)
+    spent = []
     for kind in KINDS:
         mine = [i for i in iterations if i.kind == kind]
-        if not mine:
-            continue
-        spent = np.histogram([i.began - zero for i in mine], seconds, weights=[i.elapsed for i in mine])[0]
-        busy.plot(seconds[:-1], 100 * spent, label=kind, linewidth=0.8)
+        spent.append(np.histogram([i.began - zero for i in mine], edges, weights=[i.elapsed for i in mine])[0])
         predicted = [i for i in mine if i.predicted]
         kinds.scatter(
             [1e3 * (i.predicted or 0.0) for i in predicted], [1e3 * i.elapsed for i in predicted], s=3, label=kind
         )
+    busy.stackplot(edges[:-1], 100 * np.array(spent) / length, labels=KINDS, step="post", alpha=0.7)
     waiting = busy.twinx()
-    waiting.plot(began, [i.pending for i in iterations], color="gray", linewidth=0.5)
-    waiting.set_ylabel("prompts waiting")
-    busy.set(title="Device time by iteration", xlabel="s", ylabel="% of each second", ylim=(0, None))
+    places = np.clip(np.searchsorted(edges, [i.began - zero for i in iterations], "right") - 1, 0, BINS - 1)
+    most_waiting = np.zeros(BINS)
+    np.maximum.at(most_waiting, places, [i.pending for i in iterations])
+    waiting.step(edges[:-1], most_waiting, where="post", color="black", linewidth=0.8)
+    waiting.set(ylabel="most prompts waiting (line)", ylim=(0, 2 * max(most_waiting.max(), 1)))
+    busy.set(title="Device time by iteration", xlabel="s", ylabel=f"% of each {length:.1f} s", ylim=(0, 150))
     busy.legend(fontsize=7, loc="upper left")
     most = 1e3 * max(i.elapsed for i in iterations)
     kinds.plot([0, most], [0, most], color="gray", linewidth=0.8)
@@ -171,9 +177,9 @@ def iteration_log(iterations: Sequence[Iteration], tbt: float, path: Path) -> No
     kinds.set(title="Measured against predicted", xlabel="predicted, ms", ylabel="measured, ms")
     kinds.legend(fontsize=7)
     between = [gap for a, b in pairwise(iterations) if (gap := gap_between(a, b)).seconds > LEAST_GAP]
-    edges = np.concatenate([[0.0], np.geomspace(1e-4, 10.0, 40)])
+    bins = np.concatenate([[0.0], np.geomspace(1e-4, 10.0, 40)])
     for cause in CAUSES:
-        gaps.hist([g.seconds for g in between if g.cause == cause], edges, histtype="step", label=cause)
+        gaps.hist([g.seconds for g in between if g.cause == cause], bins, histtype="step", label=cause)
     gaps.set_xscale("symlog", linthresh=1e-4)
     gaps.set_yscale("symlog", linthresh=1)
     gaps.set(title="Gaps between iterations", xlabel="s", ylabel="iterations", xlim=(0, 10))

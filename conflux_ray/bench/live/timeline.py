@@ -1,7 +1,8 @@
 """What an instance's iterations did with their time: its iteration log (`instance.iteration_log`) as figures.
 
-An iteration ends when its results are collected and began `elapsed` of the slowest worker before; what lies between the
-end of one and the beginning of the next is a gap. Where it comes from:
+An iteration ended when its results were collected, or before, when the next one began on the device: then it was
+reported late. It began `elapsed` of the slowest worker before its end; what lies between the end of one and the
+beginning of the next is a gap. Where it comes from:
 
     nothing to do   until the plan was made no request was there
     instance late   there was work, and the plan was made only after the iteration before had ended
@@ -19,7 +20,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ class Iteration:
         decodes: of all ranks.
         chunks: (first token, end, tokens of each rank).
         pending: requests with prompt tokens left after it.
+        ended: on the device, seconds since the epoch, where that is known to be before `collected`.
     """
 
     number: int
@@ -73,6 +75,7 @@ class Iteration:
     decodes: int
     chunks: tuple[tuple[int, int, tuple[int, ...]], ...]
     pending: int
+    ended: float | None = None
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Iteration:
@@ -89,8 +92,14 @@ class Iteration:
         )
 
     @property
+    def end(self) -> float:
+        """On the device, seconds since the epoch."""
+        return self.collected if self.ended is None else self.ended
+
+    @property
     def began(self) -> float:
-        return self.collected - self.elapsed
+        """On the device, seconds since the epoch."""
+        return self.end - self.elapsed
 
     @property
     def prefill(self) -> int:
@@ -123,7 +132,16 @@ def read(path: Path) -> list[Iteration]:
             raise LogError(f"{path}, line {number}: not an iteration ({error!r})") from None
     if not iterations:
         raise LogError(f"{path}: no iteration in it; has the server served anything?")
-    return iterations
+    return on_device(iterations)
+
+
+def on_device(iterations: Sequence[Iteration]) -> list[Iteration]:
+    """Iterations with their ends: each had ended when the next one began."""
+    found = list(iterations)
+    for k in range(len(found) - 2, -1, -1):
+        if found[k + 1].began < found[k].collected:
+            found[k] = replace(found[k], ended=found[k + 1].began)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +168,12 @@ class Gap:
 
 def gap_between(before: Iteration, after: Iteration) -> Gap:
     """What lies between two iterations that follow each other; 0 seconds where the clocks overlap."""
-    began = max(after.began, before.collected)
-    planned = min(max(after.planned, before.collected), began)
+    began = max(after.began, before.end)
+    planned = min(max(after.planned, before.end), began)
     # A plan of first chunks alone, with nothing left to prefill before, came of an arrival.
     had_work = before.pending > 0 or after.decodes > 0 or any(start > 0 for start, _, _ in after.chunks)
-    waited = planned - before.collected
-    return Gap(before.collected, (0.0, waited, began - planned) if had_work else (waited, 0.0, began - planned))
+    waited = planned - before.end
+    return Gap(before.end, (0.0, waited, began - planned) if had_work else (waited, 0.0, began - planned))
 
 
 def _percentiles(values: Sequence[float], *percents: int) -> dict[str, float]:
@@ -164,7 +182,7 @@ def _percentiles(values: Sequence[float], *percents: int) -> dict[str, float]:
 
 def _busy(iterations: Sequence[Iteration]) -> float:
     """Share of the time from the first beginning to the last end in which the slowest worker's device ran."""
-    span = iterations[-1].collected - iterations[0].began
+    span = iterations[-1].end - iterations[0].began
     return sum(i.elapsed for i in iterations) / span if span > 0 else 1.0
 
 
@@ -180,7 +198,7 @@ def _window(iterations: Sequence[Iteration], gaps: Sequence[Gap]) -> Sequence[It
     best, most = None, -1.0
     for first, end in stretches:
         waiting = np.cumsum([0.0, *(i.elapsed * (i.pending > 0) for i in iterations[first:end])])
-        ends = [i.collected for i in iterations[first:end]]
+        ends = [i.end for i in iterations[first:end]]
         for k in range(end - first):
             last = int(np.searchsorted(ends, iterations[first + k].began + WINDOW))
             if last >= end - first:
@@ -190,7 +208,7 @@ def _window(iterations: Sequence[Iteration], gaps: Sequence[Gap]) -> Sequence[It
                 best = iterations[first + k : first + last + 1]
     if best is not None:
         return best
-    first, end = max(stretches, key=lambda s: iterations[s[1] - 1].collected - iterations[s[0]].began)
+    first, end = max(stretches, key=lambda s: iterations[s[1] - 1].end - iterations[s[0]].began)
     return iterations[first:end]
 
 
@@ -220,15 +238,15 @@ def summarize(iterations: Sequence[Iteration], tbt: float) -> dict[str, Any]:
         }
     working = [pair for pair, gap in zip(pairwise(iterations), gaps, strict=True) if gap.parts[0] <= LEAST_GAP]
     # How long before the end of the iteration that ran a plan was ready; negative: after it.
-    leads = [a.collected - b.planned for a, b in working]
+    leads = [a.end - b.planned for a, b in working]
     periods = [b.collected - a.collected for a, b in working]
     chunked = [i for i in iterations if i.chunks]
     return {
         "iterations": len(iterations),
-        "seconds": iterations[-1].collected - iterations[0].began,
+        "seconds": iterations[-1].end - iterations[0].began,
         "tbt": tbt,
         "busy": _busy(iterations),
-        "window": {"seconds": window[-1].collected - window[0].began, "busy": _busy(window), "iterations": len(window)},
+        "window": {"seconds": window[-1].end - window[0].began, "busy": _busy(window), "iterations": len(window)},
         "gaps": {
             "seconds": {cause: sum(g.parts[k] for g in gaps) for k, cause in enumerate(CAUSES)},
             "length": _percentiles([g.seconds for g in gaps if g.parts[0] <= LEAST_GAP], 50, 95, 99),
@@ -242,6 +260,8 @@ def summarize(iterations: Sequence[Iteration], tbt: float) -> dict[str, Any]:
         "periods_above_tbt": sum(p > tbt for p in periods) / len(periods) if periods else 0.0,
         "planning": _percentiles([i.planning for i in iterations], 50, 95, 99),
         "lead": _percentiles(leads, 5, 50, 95),
+        "reported_late": _percentiles([i.collected - i.end for i in iterations], 50, 95, 99)
+        | {"share_above_5_ms": sum(i.collected - i.end > 0.005 for i in iterations) / len(iterations)},
         "prefill": {
             "tokens_an_iteration": _percentiles([i.prefill for i in chunked], 5, 50, 95),
             "chunk": _percentiles([end - start for i in chunked for start, end, _ in i.chunks], 5, 50, 95),
@@ -386,6 +406,11 @@ def text(summary: dict[str, Any], title: str, missed: Sequence[dict[str, Any]] |
         _row("Gaps while there was work, ms", gaps["length"]),
         _row("Planning, ms", summary["planning"]),
         _row("Plan ready before the iteration ended, ms", summary["lead"]),
+        _row(
+            "Results came after the iteration's end, as the next one's beginning shows it, ms",
+            {name: value for name, value in summary["reported_late"].items() if name.startswith("p")},
+        ),
+        f"More than 5 ms after it: {summary['reported_late']['share_above_5_ms']:.1%} of the iterations.  ",
         f"Iterations followed the one before after more than {1e3 * summary['tbt']:.0f} ms: "
         f"{summary['periods_above_tbt']:.1%}.",
         _row("Prompt tokens of an iteration with any", summary["prefill"]["tokens_an_iteration"], 1.0),
