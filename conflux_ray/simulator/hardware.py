@@ -434,22 +434,9 @@ class SlowedHardware:
 
     def latency(self, num_ranks: int, base_tp: int) -> LatencyModel:
         model, factor = self.hardware.latency(num_ranks, base_tp), self.factor
-
-        def slowed(curve: Affine) -> Affine:
-            return Affine(curve.slope * factor, curve.intercept * factor)
-
-        gemm = model.gemm
-        return replace(
-            model,
-            name=f"{model.name}:x{factor:g}",
-            gemm=replace(gemm, seconds=tuple(s * factor for s in gemm.seconds), slope=gemm.slope * factor),
-            decode=slowed(model.decode),
-            prefill=slowed(model.prefill),
-            comm=slowed(model.comm),
-            all_reduce=slowed(model.all_reduce),
-            transfer=slowed(model.transfer),
-            host=slowed(model.host),
-        )
+        parts = ("gemm", "decode", "prefill", "comm", "all_reduce", "transfer", "host")
+        longer = {part: getattr(model, part).scaled(factor) for part in parts}
+        return replace(model, name=f"{model.name}:x{factor:g}", **longer)
 
 
 @dataclass(frozen=True)

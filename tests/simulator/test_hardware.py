@@ -8,10 +8,12 @@ import pytest
 
 from conflux_ray.planning.fallback import fallback_profile
 from conflux_ray.planning.latency_model import IterationLoad
+from conflux_ray.profiling.registry import find_profile
 from conflux_ray.simulator.hardware import (
     DEVICES,
     MODELS,
     MeasuredHardware,
+    SlowedHardware,
     StatedHardware,
     kv_tokens,
     sm_slowdown,
@@ -104,3 +106,20 @@ def test_a_measured_profile_replaces_the_stated_one(tmp_path: Path):
     assert hardware.latency(1, 2).name.startswith("stated:")
     with pytest.raises(ValueError, match="given before"):
         MeasuredHardware.load(h200(), [path, path])
+
+
+@pytest.mark.parametrize("profile", ["llama-3.1-8b.h200.sp1", "qwen3-14b.h200.sp2"])
+def test_a_slower_machine_takes_that_much_longer_whatever_the_iteration(profile):
+    measured = find_profile(profile).latency
+
+    class Machine:
+        def latency(self, num_ranks, base_tp):
+            return measured
+
+    slow = SlowedHardware(Machine(), 3.0).latency(measured.num_ranks, 1)
+    for tokens in (0, 40, 700, 5000):
+        shards = (tokens,) * measured.num_ranks
+        load = IterationLoad(
+            (8,) * measured.num_ranks, (9000,) * measured.num_ranks, shards, ((sum(shards), 5000),) if tokens else ()
+        )
+        assert slow.predict(load).seconds == pytest.approx(3 * measured.predict(load).seconds, rel=1e-6)
