@@ -332,6 +332,13 @@ def _contenders(args: argparse.Namespace, site: Site) -> list[Contender]:
     return [c for c in found if any(fnmatch.fnmatchcase(c.name, pattern) for pattern in args.only)]
 
 
+def _measured_gpus(folder: Path) -> list[dict[str, str]]:
+    """The GPUs of the machine that a folder's points come from; this machine's if there are none yet."""
+    for path in sorted((folder / "contenders").glob("*.json")):
+        return json.loads(path.read_text())["machine"]["gpus"]
+    return find_gpus()
+
+
 def _site(args: argparse.Namespace, found_gpus: Sequence[dict[str, str]]) -> Site:
     folder = resolve_model(args.model)
     longest = args.max_model_len or int(read_model_config(folder).get("max_position_embeddings") or 0)
@@ -364,7 +371,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parse(argv)
     try:
-        found_gpus = find_gpus()
+        found_gpus = _measured_gpus(args.out) if args.report else find_gpus()
         site = _site(args, found_gpus)
         contenders = _contenders(args, site)
         if args.list:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from conflux_ray.bench.live.point import Point, write_json
-from conflux_ray.bench.live.timeline import LogError, misses, of_points, read, summarize, text
+from conflux_ray.bench.live.timeline import LogError, against, misses, of_points, read, summarize, text
+from conflux_ray.profiling.registry import find_profile
 
 
 def points_below(folder: Path) -> list[Point]:
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--points", type=Path, help="folder of the points sent to it: which requests were late, and why"
     )
+    parser.add_argument("--profile", help="a latency profile's file or name: how far iterations were from it alone")
     parser.add_argument("--tbt", type=float, help="seconds; default: that of the points, or 0.1")
     parser.add_argument("--out", type=Path, required=True, help="folder for the report")
     args = parser.parse_args(argv)
@@ -51,6 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         tbt = args.tbt or (points[0].slo.tbt if points else 0.1)
         document: dict[str, Any] = {"log": args.log.name, "whole": summarize(iterations, tbt), "points": []}
         parts = [text(document["whole"], f"# {args.log.name}")]
+        if args.profile:
+            model = find_profile(args.profile).latency
+            document["against"] = {"profile": model.name, "kinds": against(iterations, model)}
+            ratios = ", ".join(
+                f"{kind} {q['p50']:.3f} [{q['p5']:.3f}, {q['p95']:.3f}]"
+                for kind, q in document["against"]["kinds"].items()
+            )
+            parts.append(f"Measured over {model.name} without correction, P50 [P5, P95]: {ratios}.\n")
         for point, mine in of_points(iterations, points):
             missed = misses(mine, point)
             summary = summarize(mine, point.slo.tbt)

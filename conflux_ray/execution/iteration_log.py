@@ -18,10 +18,11 @@ _FLUSH_SECONDS = 1.0
 class IterationLog:
     """Writes one JSON object a line, in order of iteration; times are seconds since the epoch, durations seconds.
 
-    `planned`, `planning`: when the plan was made, and how long that took. `predicted`: by the latency model, null
-    without one. `collected`: when the results had come. `elapsed`: on the device of each worker. `decodes`: of each
-    rank. `chunks`: first token, end, and tokens of each rank. `overlap`, `decode_sms`: how attention ran. `transfers`:
-    begun. `pending`: requests with prompt tokens left after it; `resident`: decodes.
+    `planned`, `planning`: when the plan was made, and how long that took. `predicted`: by the latency model with its
+    online correction, null without one. `collected`: when the results had come. `elapsed`: on the device of each
+    worker. `decodes`: of each rank; `context`: their tokens. `chunks`: first token, end, and tokens of each rank.
+    `overlap`, `decode_sms`: how attention ran. `transfers`: begun. `pending`: requests with prompt tokens left after
+    it; `resident`: decodes.
 
     Args:
         path: of the file; written anew.
@@ -53,6 +54,7 @@ class IterationLog:
                 "planning": round(planning, 6),
                 "predicted": engine.last_decision.predicted or None,
                 "decodes": [len(steps) for steps in plan.decodes],
+                "context": [sum(d.position + 1 for d in steps) for steps in plan.decodes],
                 "chunks": chunks,
                 "overlap": plan.overlap,
                 "decode_sms": plan.decode_sms,

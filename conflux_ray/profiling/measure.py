@@ -6,6 +6,7 @@ the device warms up, touches a sample of many cases rather than all samples of o
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -13,12 +14,19 @@ from typing import Protocol
 
 from tqdm import tqdm
 
-from conflux_ray.execution.loop import Workers
+from conflux_ray.execution.loop import RUN_AHEAD, Workers
 from conflux_ray.execution.plan import IterationPlan
 from conflux_ray.planning.fitting import ComponentRow, IterationRow, Row
 from conflux_ray.profiling.batches import Case
 from conflux_ray.profiling.plans import TableLayout, make_plans
 from conflux_ray.profiling.samples import SampleFile
+
+HOT_SECONDS = 0.25
+"""Of the same work before a sample on a device that works on its own. A busy one runs at its power limit, which takes
+its clock down by a sixth in large matrix products; one that has just idled does not, for a while."""
+
+MOST_RUNS = 64
+"""Of one case before its sample."""
 
 TIMEOUT = 600.0
 """Most seconds one iteration may take before the workers count as lost."""
@@ -36,8 +44,8 @@ class WorkerMeasure:
     Args:
         workers: of one instance.
         layout: of their KV pools.
-        steady: measure a whole iteration as it runs behind another one, with the host's part hidden as far as it can
-            be; a device that works on its own while the host enqueues would otherwise wait for it.
+        steady: measure a whole iteration as it runs behind others, with the host's part hidden as far as it can be and
+            the device as warm as serving makes it (`HOT_SECONDS`); for a device that works on its own.
     """
 
     def __init__(self, workers: Workers, layout: TableLayout, steady: bool = False) -> None:
@@ -50,14 +58,25 @@ class WorkerMeasure:
         plans = make_plans(case, self._layout)
         self._run(plans.setup)
         if self._steady and not case.part:
-            return self._run(plans.numbered(1), plans.numbered(2))
+            first = self._run(plans.numbered(1))
+            return self._run(*(plans.numbered(2 + k) for k in range(runs_before(first) + 1)))
         return self._run(plans.numbered(1))
 
     def _run(self, *iterations: IterationPlan) -> float:
-        """Seconds of the last of some iterations that are issued together."""
-        for plan in iterations:
+        """Seconds of the last of some iterations, of which two are under way at any time."""
+        for plan in iterations[:RUN_AHEAD]:
             self._workers.broadcast(plan)
-        return [max(result.elapsed for result in self._workers.collect(TIMEOUT)) for _ in iterations][-1]
+        seconds = 0.0
+        for number in range(len(iterations)):
+            seconds = max(result.elapsed for result in self._workers.collect(TIMEOUT))
+            if number + RUN_AHEAD < len(iterations):
+                self._workers.broadcast(iterations[number + RUN_AHEAD])
+        return seconds
+
+
+def runs_before(seconds: float) -> int:
+    """How often something that takes `seconds` runs before its sample."""
+    return max(1, min(MOST_RUNS, math.ceil(HOT_SECONDS / max(seconds, 1e-6))))
 
 
 def warm_up(cases: Sequence[Case], measure: Measure) -> None:

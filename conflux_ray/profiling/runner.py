@@ -24,6 +24,7 @@ from conflux_ray.execution.attention import AttentionStep, XPAttention
 from conflux_ray.execution.device import Device
 from conflux_ray.execution.plan import IterationPlan, WorkerResult
 from conflux_ray.execution.runner import ModelRunner, RunningIteration
+from conflux_ray.profiling.measure import runs_before
 
 RUNNER = f"{__name__}:ProfilingRunner"
 """For `WorkerSpec.runner`."""
@@ -31,14 +32,25 @@ RUNNER = f"{__name__}:ProfilingRunner"
 Variant = TypeVar("Variant", bound=XPAttention)
 
 
-def timed(device: Device, work: Callable[[], None]) -> float:
+def timed(device: Device, work: Callable[[], None], agree: Callable[[int], int]) -> float:
     """Seconds that `work`, enqueued on the main stream, takes on the device.
 
-    Where the device works on its own, behind a first run of it, so that the host's enqueueing does not show.
+    Where the device works on its own, behind other runs of it, so that the host's enqueueing does not show and the
+    device is as warm as serving makes it (`measure.HOT_SECONDS`).
+
+    Args:
+        device: of this worker.
+        work: enqueues it; collectives and all.
+        agree: the smallest of an integer of all workers, who must run the work equally often.
     """
     device.synchronize()
     if device.compiles:
-        work()
+        for _ in range(agree(runs_before(_timed_once(device, work)))):
+            work()
+    return _timed_once(device, work)
+
+
+def _timed_once(device: Device, work: Callable[[], None]) -> float:
     start = device.mark()
     work()
     end, done = device.mark(), device.main.record()
@@ -99,7 +111,11 @@ class ProfilingRunner(ModelRunner):
             # own is in the next iteration by then, and what this one's transfers cost shows on its main stream.)
             results: list[WorkerResult] = []
             self._begin_together()
-            elapsed = timed(self.device, lambda: results.append(super(ProfilingRunner, self).run(plan).finish()))
+
+            def whole() -> None:
+                results.append(super(ProfilingRunner, self).run(plan).finish())
+
+            elapsed = timed(self.device, whole, self.model.smallest)
             result = results[0]
             result.elapsed = elapsed
         else:
@@ -124,7 +140,7 @@ class ProfilingRunner(ModelRunner):
             work()  # kernels that are new compile
             work = self.device.repeatable(work)
         self._begin_together()
-        elapsed = timed(self.device, work)
+        elapsed = timed(self.device, work, self.model.smallest)
         self.transitions.acknowledge(self.transitions.num_begun, wait=True)
         return elapsed
 

@@ -15,6 +15,7 @@ from conflux_ray.bench.live.timeline import (
     Iteration,
     LogError,
     Prompt,
+    against,
     gap_between,
     misses,
     of_points,
@@ -24,7 +25,9 @@ from conflux_ray.bench.live.timeline import (
     summarize,
     text,
 )
+from conflux_ray.planning.latency_model import IterationLoad
 from conflux_ray.simulator.request import Slo
+from tests.planning.build import per_token_model
 
 EPOCH = 1_000_000.0
 
@@ -95,6 +98,19 @@ def test_an_iteration_had_ended_when_the_next_one_began() -> None:
     assert found["reported_late"]["p99"] == pytest.approx(0.04, rel=0.05)
     assert found["reported_late"]["share_above_5_ms"] == pytest.approx(1 / 3)
     assert found["gaps"]["seconds"]["workers late"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_log_is_held_against_a_profile_without_its_correction() -> None:
+    model = per_token_model(2)
+    mixed = IterationLoad((1, 0), (300, 0), (40, 24), ((64, 100),))
+    seconds = model.predict(mixed).seconds
+    more = {"context": [300, 0], "chunks": [[100, 164, [40, 24]]], "predicted": 1.3 * seconds}
+    lines = [line(k, k, 1.25 * seconds, **more) for k in range(3)]
+    assert against(iterations(*lines), model) == {"mixed": pytest.approx({"p5": 1.25, "p50": 1.25, "p95": 1.25})}
+    with pytest.raises(LogError, match="2 ranks"):
+        against(iterations(*lines), per_token_model(3))
+    with pytest.raises(LogError, match="context"):
+        against(iterations(line(0, 0.0, 0.1)), model)
 
 
 def test_busy_shares_of_the_whole_and_of_its_fullest_half_minute() -> None:

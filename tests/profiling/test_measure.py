@@ -6,9 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from conflux_ray.execution.plan import IterationPlan, WorkerResult
 from conflux_ray.planning.fitting import ComponentRow, IterationRow
 from conflux_ray.profiling.batches import Batch, BatchChunk, Case
-from conflux_ray.profiling.measure import run_rounds, to_rows, warm_up
+from conflux_ray.profiling.measure import (
+    HOT_SECONDS,
+    MOST_RUNS,
+    WorkerMeasure,
+    run_rounds,
+    runs_before,
+    to_rows,
+    warm_up,
+)
+from conflux_ray.profiling.plans import TableLayout
+from conflux_ray.profiling.runner import timed
 from conflux_ray.profiling.samples import SampleFile
 
 pytestmark = pytest.mark.heavy
@@ -76,3 +87,69 @@ def test_components_are_seconds_of_a_layer_and_the_host_of_an_iteration(tmp_path
         ComponentRow("host", 5, 3.0),
         IterationRow(WHOLE.batch.load, 3.0, overlap=False, held_out=True),
     ]
+
+
+class Cooling:
+    """Workers whose iterations slow down until they have run for a while, as a device at its power limit does."""
+
+    def __init__(self) -> None:
+        self.issued: list[IterationPlan] = []
+        self.most = self.done = 0
+
+    def broadcast(self, plan: IterationPlan) -> None:
+        self.issued.append(plan)
+        self.most = max(self.most, len(self.issued) - self.done)
+
+    def ready(self) -> bool:
+        return True
+
+    def collect(self, timeout: float) -> list[WorkerResult]:
+        plan = self.issued[self.done]
+        self.done += 1
+        busy = 0.1 * plan.iteration
+        return [WorkerResult(plan.iteration, rank, elapsed=0.1 if busy < HOT_SECONDS else 0.12) for rank in range(2)]
+
+
+def test_a_busy_device_is_measured_at_its_power_limit() -> None:
+    assert (runs_before(0.1), runs_before(1.0), runs_before(1e-9)) == (3, 1, MOST_RUNS)
+    workers = Cooling()
+    assert WorkerMeasure(workers, TableLayout(50, 4, 2), steady=True)(WHOLE) == 0.12
+    assert [plan.iteration for plan in workers.issued] == [0, 1, 2, 3, 4, 5]
+    assert workers.most == 2  # the device always has the next one, and no more are under way than when it serves
+    cold = Cooling()
+    assert WorkerMeasure(cold, TableLayout(50, 4, 2))(WHOLE) == 0.1
+
+
+def test_a_part_runs_as_often_on_every_worker_before_its_sample() -> None:
+    class Device:
+        compiles = True
+
+        def __init__(self) -> None:
+            self.now, self.runs = 0.0, 0
+            self.main = self
+
+        def synchronize(self) -> None:
+            pass
+
+        def mark(self) -> float:
+            return self.now
+
+        def record(self) -> Device:
+            return self
+
+        def elapsed(self, start: float, end: float) -> float:
+            return end - start
+
+    device, asked = Device(), []
+
+    def work() -> None:
+        device.runs += 1
+        device.now += 0.1
+
+    def agree(value: int) -> int:
+        asked.append(value)
+        return 2  # another worker was slower
+
+    assert timed(device, work, agree) == pytest.approx(0.1)
+    assert asked == [3]
+    assert device.runs == 1 + 2 + 1

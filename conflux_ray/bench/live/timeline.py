@@ -30,6 +30,7 @@ import numpy as np
 from conflux_ray.bench.live.point import Point
 from conflux_ray.bench.live.score import Record
 from conflux_ray.bench.live.tables import markdown
+from conflux_ray.planning.latency_model import IterationLoad, LatencyModel
 from conflux_ray.simulator.metrics import ROUNDING
 from conflux_ray.simulator.request import Slo
 
@@ -63,6 +64,7 @@ class Iteration:
         decodes: of all ranks.
         chunks: (first token, end, tokens of each rank).
         pending: requests with prompt tokens left after it.
+        load: for a latency model; None where the log does not say the decodes' context.
         ended: on the device, seconds since the epoch, where that is known to be before `collected`.
     """
 
@@ -75,6 +77,7 @@ class Iteration:
     decodes: int
     chunks: tuple[tuple[int, int, tuple[int, ...]], ...]
     pending: int
+    load: IterationLoad | None = None
     ended: float | None = None
 
     @classmethod
@@ -89,6 +92,7 @@ class Iteration:
             sum(values["decodes"]),
             tuple((start, end, tuple(ranks)) for start, end, ranks in values["chunks"]),
             values["pending"],
+            _load(values) if "context" in values else None,
         )
 
     @property
@@ -112,6 +116,35 @@ class Iteration:
         if not self.chunks:
             return KINDS[0]
         return KINDS[1] if self.decodes else KINDS[2]
+
+
+def _load(values: dict[str, Any]) -> IterationLoad:
+    chunks = values["chunks"]
+    return IterationLoad(
+        tuple(values["decodes"]),
+        tuple(values["context"]),
+        tuple(sum(tokens) for tokens in zip(*(ranks for *_, ranks in chunks), strict=True)),
+        tuple((end - start, start) for start, end, _ in chunks),
+    )
+
+
+def against(iterations: Sequence[Iteration], model: LatencyModel) -> dict[str, dict[str, float]]:
+    """Measured over predicted by a latency model alone, without online correction: percentiles by kind.
+
+    KV that moves is not in it: the log does not say how much.
+
+    Raises:
+        LogError: the log does not say the decodes' context, or is of another number of ranks.
+    """
+    found: dict[str, list[float]] = {}
+    for iteration in iterations:
+        load = iteration.load
+        if load is None:
+            raise LogError("the log does not say the decodes' context; it cannot be held against a profile")
+        if len(load.decode_tokens) != model.num_ranks:
+            raise LogError(f"the log is of {len(load.decode_tokens)} ranks, {model.name} of {model.num_ranks}")
+        found.setdefault(iteration.kind, []).append(iteration.elapsed / model.predict(load).seconds)
+    return {kind: _percentiles(ratios, 5, 50, 95) for kind, ratios in found.items()}
 
 
 def read(path: Path) -> list[Iteration]:
