@@ -313,6 +313,11 @@ def test_two_servers_are_compared_and_nothing_is_measured_twice(
     assert "another conflux-slo (budget=2048 -> 4096)" in capsys.readouterr().err
     assert compare.main([*words[:2], *words[4:], "--minutes", "0.01", "--only", "conflux-fcfs"]) == 1
     assert started == ["vllm-2x", "conflux-slo"]
+    # A report can be made on another machine than the one that measured.
+    monkeypatch.setattr(compare, "find_gpus", lambda: [{"name": "another GPU"}])
+    contenders.write_text(yaml.safe_dump(rows))
+    assert compare.main([*words, "--report"]) == 0
+    assert "another GPU" not in (out / "report.md").read_text()
 
 
 def entry(name: str, kind: str, *points: Point) -> Entry:
