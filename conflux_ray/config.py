@@ -106,9 +106,12 @@ class InstanceConfig(_Section):
         description="KV memory of one worker; default: 0.5 on a CPU, what `gpu_memory_utilization` leaves on a GPU.",
     )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    cuda_graphs: bool = Field(True, description="Capture the shared linear regions as CUDA graphs (device cuda).")
+    cuda_graphs: bool = Field(
+        True,
+        description="Capture the shared linear regions, and iterations of decodes alone, as CUDA graphs (device cuda).",
+    )
     attention_graphs: bool = Field(
-        True, description="Capture the attention region once an iteration, repeat it for all layers (device cuda)."
+        True, description="Capture the attention region of an iteration, repeat it for all layers (device cuda)."
     )
     peer_memory: bool = Field(
         False,
@@ -119,7 +122,9 @@ class InstanceConfig(_Section):
         True, description="Plan an iteration shortly before the running one ends, not as soon as it has begun."
     )
     iteration_log: str | None = Field(
-        None, description="File for a line of JSON an iteration: plan, prediction, measured times. Grows without end."
+        None,
+        description="File that gets a line of JSON an iteration: plan, prediction, measured times; `{id}` in it "
+        "becomes the instance's id. Grows without end.",
     )
     max_num_seqs: int = Field(128, ge=1, description="Most resident decodes of one logical rank.")
     cpu_threads: int = Field(1, ge=1, description="Compute threads of one CPU worker.")

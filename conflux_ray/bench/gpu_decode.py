@@ -29,6 +29,8 @@ from conflux_ray.vllm_compat.plugin import use_cpu_platform
 
 SETTLE = 16
 """Iterations of decodes alone before the first that counts."""
+LEAST_CHUNK = 1024
+"""Prompt tokens that every iteration prefills at least, as long as there are any."""
 CPU_KV_BYTES = 1 << 29
 
 
@@ -53,9 +55,14 @@ class Decodes:
     iterations: int
 
     @property
+    def output(self) -> int:
+        """Tokens that each request generates: the first ones decode while the last ones are still prefilled."""
+        return 2 * (self.iterations + SETTLE) + self.decodes * -(-self.context // LEAST_CHUNK) + 16
+
+    @property
     def max_model_len(self) -> int:
         """Of the engine: all that is generated fits."""
-        return self.context + 2 * (self.iterations + SETTLE) + 64
+        return self.context + self.output + 1
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
         """Random token ids, the same for every engine."""
@@ -83,6 +90,9 @@ class Timings:
 
 def run_conflux(what: Decodes) -> dict[str, Timings]:
     """Iterations of Conflux's engine.
+
+    Raises:
+        RuntimeError: not all requests decoded all the time.
 
     Returns:
         `iteration`: from results to results; `device`: of it on the device; `exposed`: what an iteration takes beyond
@@ -112,8 +122,7 @@ def run_conflux(what: Decodes) -> dict[str, Timings]:
             KVGeometry(block, 1, group.num_blocks), 1, 1, _policy(what, config, geometry), what.max_model_len
         )
         loop = IterationLoop(engine, group)
-        total = 2 * (what.iterations + SETTLE) + 16
-        sampling = Sampling(max_tokens=total, temperature=0.0, ignore_eos=True)
+        sampling = Sampling(max_tokens=what.output, temperature=0.0, ignore_eos=True)
         for number, prompt in enumerate(what.prompts(geometry.vocab_size)):
             engine.add(Request(str(number), 0, prompt, sampling, Slo(600.0, 600.0), arrival=0.0))
         while any(True for _ in engine.pending):
@@ -137,6 +146,8 @@ def run_conflux(what: Decodes) -> dict[str, Timings]:
             engine.apply(group.collect(60.0), loop.clock())
             planning.append(planned - start)
             exposed.append(time.perf_counter() - start - engine.timings[-1].measured)
+        if engine.counters.finished:
+            raise RuntimeError("requests ended while they were measured: there were fewer decodes than asked for")
     finally:
         group.close()
     gaps = [b - a for a, b in itertools.pairwise(times)]
@@ -208,7 +219,7 @@ def run_vllm(what: Decodes) -> Timings:
     )
     engine = llm.llm_engine
     vocab_size = llm.model_config.get_vocab_size()
-    total = what.iterations + 2 * SETTLE + 16
+    total = what.output
     params = SamplingParams(max_tokens=total, temperature=0.0, ignore_eos=True)
     for number, prompt in enumerate(what.prompts(vocab_size)):
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params)

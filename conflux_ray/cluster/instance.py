@@ -61,6 +61,8 @@ CPU_KV_GIB = 0.5
 _IDLE_SECONDS = 0.05
 _WAIT_SECONDS = 0.002
 """Between two looks at whether an iteration has ended before its time."""
+_REPORT_SECONDS = 0.05
+"""Most time between two reports of the load while iterations give no tokens."""
 
 
 class Instance:
@@ -86,6 +88,11 @@ class Instance:
         pool: KVGeometry | None = None  # on a GPU the workers size it, unless it is given
         if instance.device != "cuda" or instance.kv_memory_gib is not None:
             pool = size_pool(geometry, instance, (instance.kv_memory_gib or CPU_KV_GIB) * GIB)
+        identity = ray.get_runtime_context()
+        self._info_base = (f"{identity.get_actor_id() or 'instance'}", uuid.uuid4().hex)
+        self._log: IterationLog | None = None
+        if instance.iteration_log:  # before the weights are loaded: what is wrong with the path shows at once
+            self._log = IterationLog(instance.iteration_log.replace("{id}", self._info_base[0]))
         self._progress(f"starting {instance.num_workers} workers for {self._name}")
 
         from conflux_ray.cluster.workers import RayWorkerGroup
@@ -132,12 +139,9 @@ class Instance:
             make_policy(config, geometry, machine_slug(instance.device)),
             geometry.max_model_len,
         )
-        identity = ray.get_runtime_context()
-        self._info_base = (f"{identity.get_actor_id() or 'instance'}", uuid.uuid4().hex)
         token_bytes = block_bytes(geometry, instance) * instance.tensor_parallel / instance.block_tokens
         self._metrics = InstanceMetrics(self._name, self._info_base[0][:SHORT_ID], self._engine, token_bytes)
         metered = MeteredWorkers(self._workers, self._metrics, time.monotonic)
-        self._log = IterationLog(instance.iteration_log, self._engine) if instance.iteration_log else None
         self._loop = IterationLoop(
             self._engine, metered, instance.iteration_timeout_s, late=instance.late_planning, log=self._log
         )
@@ -149,6 +153,7 @@ class Instance:
         self._drain = False  # the registry asks for it
         self._stop = threading.Event()
         self._last_progress = time.monotonic()
+        self._published = 0.0  # when ingresses last heard of this instance
 
         token = secrets.token_urlsafe(32)
         ready = Ready(
@@ -272,8 +277,10 @@ class Instance:
             outputs = self._loop.step()
             self._meter.observe(engine.timings)
         self._last_progress = time.monotonic()
-        if not outputs and not events and engine.has_work and self._loop.pause() > 0:
-            return  # it is still early for the next iteration
+        waits = not outputs and not events and engine.has_work and self._loop.pause() > 0
+        if waits and self._last_progress - self._published < _REPORT_SECONDS:
+            return  # it is still early for the next iteration, and nobody waits for word of this instance
+        self._published = self._last_progress
         messages = self._to_wire(outputs)
         for peer, refusals in rejected.items():
             messages.setdefault(peer, []).extend(refusals)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from conflux_ray.execution.engine import Engine
 from conflux_ray.execution.plan import IterationPlan, WorkerResult
+
+logger = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 1.0
 
@@ -24,23 +27,23 @@ class IterationLog:
     `overlap`, `decode_sms`: how attention ran. `transfers`: begun. `pending`: requests with prompt tokens left after
     it; `resident`: decodes.
 
+    A file that can no longer be written ends the log, not the serving.
+
     Args:
-        path: of the file; written anew.
-        engine: whose iterations these are.
+        path: of the file; lines go to its end.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be opened.
     """
 
-    def __init__(self, path: str | Path, engine: Engine) -> None:
-        self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  open for the instance's life
-        self._engine = engine
+    def __init__(self, path: str | Path) -> None:
+        self._file: TextIO | None = Path(path).open("a", encoding="utf-8")  # noqa: SIM115  open for the instance's life
+        self._path = path
         self._open: deque[dict[str, Any]] = deque()
         self._flushed = time.monotonic()
 
-    def issued(self, plan: IterationPlan, planning: float) -> None:
-        """A plan has been made, in `planning` seconds."""
-        engine = self._engine
+    def issued(self, engine: Engine, plan: IterationPlan, planning: float) -> None:
+        """The engine has made a plan, in `planning` seconds."""
         chunks = []
         for chunk in plan.chunks:
             tokens = [0] * engine.num_ranks
@@ -69,11 +72,21 @@ class IterationLog:
         line = self._open.popleft()
         line["collected"] = time.time()
         line["elapsed"] = [round(result.elapsed, 6) for result in results]
-        self._file.write(json.dumps(line) + "\n")
-        if (now := time.monotonic()) - self._flushed > _FLUSH_SECONDS:
-            self._file.flush()
-            self._flushed = now
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            if (now := time.monotonic()) - self._flushed > _FLUSH_SECONDS:
+                self._file.flush()
+                self._flushed = now
+        except OSError as error:
+            logger.error("no more lines in the iteration log %s: %s", self._path, error)
+            self._file = None
 
     def close(self) -> None:
         """Write what is left."""
-        self._file.close()
+        if self._file is not None:
+            try:
+                self._file.close()
+            except OSError as error:
+                logger.error("the last lines of the iteration log %s are lost: %s", self._path, error)

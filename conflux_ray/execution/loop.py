@@ -125,7 +125,7 @@ class IterationLoop:
         if self.engine.num_in_flight == 1:
             self._began = start
         if self.log is not None:
-            self.log.issued(plan, self.clock() - start)
+            self.log.issued(self.engine, plan, self.clock() - start)
         self.workers.broadcast(plan)
         if self.watch is not None:
             self.watch(plan)

@@ -37,9 +37,10 @@ class PeerExchange:
         dtype: of heads.
         device: of this worker.
         otherwise: takes iterations that are larger.
+        smallest: the smallest of an integer of all workers.
 
     Raises:
-        RuntimeError: the GPUs cannot share memory.
+        RuntimeError: the GPUs cannot share memory, or one has not enough.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class PeerExchange:
         dtype: torch.dtype,
         device: torch.device,
         otherwise: HeadExchange,
+        smallest: Callable[[int], int],
     ) -> None:
         self._layout = layout
         self._limits = most_received, most_tokens
@@ -59,7 +61,10 @@ class PeerExchange:
         gathered = (most_tokens, layout.num_heads, layout.head_size)
         start = most_received * layout.packed_heads * layout.head_size
         size = start + most_tokens * layout.num_heads * layout.head_size
-        self._memory = symmetric_memory.empty(size, dtype=dtype, device=device)
+        memory = _allocate(size, dtype, device)
+        if not smallest(int(memory is not None)):  # who went on alone would wait for ever
+            raise RuntimeError("a worker has no memory for it")
+        self._memory = memory
         self._handle = symmetric_memory.rendezvous(self._memory, group)
         ranks = range(layout.sp_degree)
         self._scattered = [self._handle.get_buffer(rank, scattered, dtype, 0) for rank in ranks]
@@ -100,6 +105,14 @@ class PeerExchange:
         return [(rank + step) % p for step in range(1, p + 1)]
 
 
+def _allocate(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    try:
+        return symmetric_memory.empty(size, dtype=dtype, device=device)
+    except RuntimeError as error:
+        logger.warning("no symmetric memory: %s", error)
+        return None
+
+
 def peer_exchange(
     layout: HeadLayout,
     group: torch.distributed.ProcessGroup,
@@ -125,7 +138,7 @@ def peer_exchange(
         return otherwise
     exchange: HeadExchange = otherwise
     try:
-        exchange = PeerExchange(layout, group, most_received, most_tokens, dtype, device, otherwise)
+        exchange = PeerExchange(layout, group, most_received, most_tokens, dtype, device, otherwise, smallest)
     except RuntimeError as error:
         logger.warning("no symmetric memory (%s): heads go by NCCL", error)
     return exchange if smallest(int(exchange is not otherwise)) else otherwise

@@ -8,6 +8,7 @@ import queue
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -133,7 +134,15 @@ class Worker:
         self._device.bind()
         try:
             sys.setswitchinterval(_SWITCH_SECONDS)
-            run_plans(self._plans, self._runner.run, lambda result: results.send(encode(result)), self._device.bind)
+            run_plans(
+                self._plans,
+                self._runner.run,
+                lambda result: results.send(encode(result)),
+                lambda: results.send(encode(WorkerError(self.spec.rank, traceback.format_exc()))),
+                self._device.bind,
+            )
+        except ReportedError:
+            raise
         except Exception:
             results.send(encode(WorkerError(self.spec.rank, traceback.format_exc())))
             raise
@@ -149,10 +158,15 @@ class Plans(Protocol):
         ...
 
 
+class ReportedError(RuntimeError):
+    """What ended the thread that reports, and is reported itself."""
+
+
 def run_plans(
     plans: Plans,
     run: Callable[[IterationPlan], RunningIteration],
     send: Callable[[WorkerResult], None],
+    failed: Callable[[], None],
     bind: Callable[[], None] = lambda: None,
 ) -> None:
     """Run plans until `STOP`; what is enqueued then is still reported.
@@ -164,9 +178,14 @@ def run_plans(
         plans: one after the other.
         run: enqueues an iteration.
         send: reports its result.
+        failed: reports the exception at hand where an iteration fails after it was enqueued. Like `send` it is called
+            by the other thread.
         bind: called first by the other thread, which then uses the device.
+
+    Raises:
+        ReportedError: an iteration failed after it was enqueued.
     """
-    reporter = _Reporter(send, bind)
+    reporter = _Reporter(send, failed, bind)
     try:
         while True:
             try:
@@ -176,6 +195,7 @@ def run_plans(
                 continue
             if data == STOP:
                 break
+            reporter.forget()
             reporter.add(run(decode_plan(data)))
     finally:
         reporter.end()
@@ -185,10 +205,14 @@ def run_plans(
 class _Reporter:
     """Reports iterations in the order in which they were enqueued."""
 
-    def __init__(self, send: Callable[[WorkerResult], None], bind: Callable[[], None]) -> None:
+    def __init__(
+        self, send: Callable[[WorkerResult], None], failed: Callable[[], None], bind: Callable[[], None]
+    ) -> None:
         self._send = send
+        self._failed = failed
         self._bind = bind
         self._running: queue.SimpleQueue[RunningIteration | None] = queue.SimpleQueue()
+        self._reported: deque[RunningIteration] = deque()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._loop, name="conflux-results", daemon=True)
         self._thread.start()
@@ -201,10 +225,18 @@ class _Reporter:
         self.check()
         self._running.put(iteration)
 
+    def forget(self) -> None:
+        """Let go of what iterations that are reported held.
+
+        It is for the thread that enqueues: memory that the device wrote is freed with a mark on its stream, which must
+        not fall into a capture of that stream.
+        """
+        self._reported.clear()
+
     def check(self) -> None:
         """Raise what ended the thread, if anything did."""
         if self._failure is not None:
-            raise self._failure
+            raise ReportedError(str(self._failure)) from self._failure
 
     def end(self) -> None:
         """Wait until everything is reported."""
@@ -214,10 +246,19 @@ class _Reporter:
     def _loop(self) -> None:
         try:
             self._bind()
-            while (iteration := self._running.get()) is not None:
-                self._send(iteration.finish())
+            while self._report():
+                pass
         except BaseException as error:
             self._failure = error
+            self._failed()
+
+    def _report(self) -> bool:
+        iteration = self._running.get()
+        if iteration is None:
+            return False
+        self._send(iteration.finish())
+        self._reported.append(iteration)
+        return True
 
 
 def make_device(spec: WorkerSpec) -> Device:

@@ -112,7 +112,7 @@ def test_without_late_planning_or_a_prediction_it_plans_at_once(late: bool, poli
 def test_the_log_has_a_line_for_every_iteration(tmp_path: Path) -> None:
     instance = engine()
     path = tmp_path / "iterations.jsonl"
-    log = IterationLog(path, instance)
+    log = IterationLog(path)
     loop, *_ = loop_of(instance, log=log)
     add(instance, "a", 300)
     while instance.has_work:
@@ -127,3 +127,21 @@ def test_the_log_has_a_line_for_every_iteration(tmp_path: Path) -> None:
     assert all(line["elapsed"] == [0.25, 0.25] and line["planned"] <= line["collected"] for line in lines)
     assert lines[0]["predicted"] > 0
     assert lines[0]["pending"] == 1
+
+
+def test_a_log_that_cannot_be_written_ends_alone(tmp_path: Path) -> None:
+    class Full:
+        def write(self, line: str) -> int:
+            raise OSError("no space left on device")
+
+    instance = engine()
+    log = IterationLog(tmp_path / "iterations.jsonl")
+    log._file = Full()
+    loop, *_ = loop_of(instance, log=log)
+    add(instance, "a", 300)
+    while instance.has_work:
+        loop.step()
+    assert instance.counters.finished == 1
+    log.close()
+    with pytest.raises(OSError, match="nowhere"):
+        IterationLog(tmp_path / "nowhere" / "iterations.jsonl")

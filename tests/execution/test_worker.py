@@ -1,6 +1,7 @@
 """A worker's start and its loop, on the CPU."""
 
 import threading
+import traceback
 
 import pytest
 
@@ -8,7 +9,7 @@ from conflux_ray.execution.group import LocalWorkerGroup
 from conflux_ray.execution.loop import WorkerLostError
 from conflux_ray.execution.plan import IterationPlan, WorkerResult, encode
 from conflux_ray.execution.runner import ModelRunner, RunnerLimits
-from conflux_ray.execution.worker import STOP, WorkerSpec, run_plans
+from conflux_ray.execution.worker import STOP, ReportedError, WorkerSpec, run_plans
 from conflux_ray.kv import KVGeometry
 from conflux_ray.models import store
 from conflux_ray.models.reference import Reference
@@ -43,6 +44,10 @@ class Inbox:
         return self._messages.pop(0)
 
 
+def fail() -> None:
+    raise AssertionError("no iteration fails here")
+
+
 def test_the_next_plan_is_enqueued_before_a_result_is_waited_for() -> None:
     enqueued, sent = threading.Event(), []
 
@@ -51,7 +56,7 @@ def test_the_next_plan_is_enqueued_before_a_result_is_waited_for() -> None:
             enqueued.set()  # what the first one waits for
         return Iteration(plan.iteration, enqueued)
 
-    run_plans(Inbox(4), run, lambda result: sent.append(result.iteration))
+    run_plans(Inbox(4), run, lambda result: sent.append(result.iteration), fail)
     assert sent == [0, 1, 2, 3]
 
 
@@ -64,15 +69,22 @@ def test_a_result_is_sent_while_the_next_plan_is_being_enqueued() -> None:
             assert reported.wait(10)  # a long iteration: the one before is reported meanwhile
         return Iteration(plan.iteration, done)
 
-    run_plans(Inbox(2), run, lambda result: reported.set())
+    run_plans(Inbox(2), run, lambda result: reported.set(), fail)
 
 
 def test_an_iteration_that_fails_ends_the_loop_with_its_error() -> None:
-    done, sent = threading.Event(), []
+    done, sent, errors = threading.Event(), [], []
     done.set()
-    with pytest.raises(RuntimeError, match="broken"):
-        run_plans(Inbox(3), lambda plan: Iteration(plan.iteration, done, "broken"), sent.append)
+    with pytest.raises(ReportedError, match="broken"):
+        run_plans(
+            Inbox(3),
+            lambda plan: Iteration(plan.iteration, done, "broken"),
+            sent.append,
+            lambda: errors.append(traceback.format_exc()),
+        )
     assert sent == []
+    assert len(errors) == 1
+    assert "broken" in errors[0]
 
 
 def test_an_iteration_that_fails_is_noticed_while_no_plan_comes() -> None:
@@ -85,10 +97,30 @@ def test_an_iteration_that_fails_is_noticed_while_no_plan_comes() -> None:
                 return self._first.pop()
             raise TimeoutError
 
-    done = threading.Event()
+    done, reported = threading.Event(), threading.Event()
     done.set()
-    with pytest.raises(RuntimeError, match="broken"):
-        run_plans(Silent(), lambda plan: Iteration(plan.iteration, done, "broken"), lambda result: None)
+    with pytest.raises(ReportedError, match="broken"):
+        run_plans(Silent(), lambda plan: Iteration(plan.iteration, done, "broken"), lambda result: None, reported.set)
+    assert reported.is_set()
+
+
+def test_what_an_iteration_held_is_let_go_by_the_thread_that_enqueues() -> None:
+    freed: list[tuple[int, str]] = []
+
+    class Held(Iteration):
+        def __del__(self) -> None:
+            freed.append((self._number, threading.current_thread().name))
+
+    done, all_sent = threading.Event(), threading.Event()
+    done.set()
+
+    def run(plan: IterationPlan) -> Iteration:
+        if plan.iteration == 3:
+            assert all_sent.wait(10)
+        return Held(plan.iteration, done)
+
+    run_plans(Inbox(4), run, lambda result: all_sent.set() if result.iteration == 2 else None, fail)
+    assert {name for number, name in freed if number < 3} <= {threading.current_thread().name}
 
 
 class WarmedUp(ModelRunner):
