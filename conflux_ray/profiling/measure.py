@@ -22,8 +22,8 @@ from conflux_ray.profiling.plans import TableLayout, make_plans
 from conflux_ray.profiling.samples import SampleFile
 
 HOT_SECONDS = 0.25
-"""Of the same work before a sample on a device that works on its own. A busy one runs at its power limit, which takes
-its clock down by a sixth in large matrix products; one that has just idled does not, for a while."""
+"""Of the same work before a sample on a device that works on its own. One that has just
+idled runs large matrix products a sixth faster than one under load, for a while (docs/simulator.md)."""
 
 MOST_RUNS = 64
 """Of one case before its sample: what takes less than 4 ms, and little power, is warm for less than `HOT_SECONDS`."""
