@@ -207,27 +207,17 @@ def run_vllm(what: Decodes) -> Timings:
     Raises:
         RuntimeError: it generated less than was asked for.
     """
-    from vllm import LLM, SamplingParams
+    from conflux_ray.vllm_compat.offline import decode_steps
 
-    llm = LLM(
+    times = decode_steps(
         resolve_model(what.model),
-        load_format=what.load_format,
-        max_model_len=what.max_model_len,
-        max_num_seqs=max(what.decodes, 2),
-        enable_prefix_caching=False,
-        disable_log_stats=True,
+        what.load_format,
+        what.max_model_len,
+        what.decodes,
+        what.prompts,
+        what.output,
+        SETTLE,
     )
-    engine = llm.llm_engine
-    vocab_size = llm.model_config.get_vocab_size()
-    total = what.output
-    params = SamplingParams(max_tokens=total, temperature=0.0, ignore_eos=True)
-    for number, prompt in enumerate(what.prompts(vocab_size)):
-        engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-    times: list[float] = []
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
-        if len(outputs) == what.decodes and all(SETTLE < len(o.outputs[0].token_ids) < total for o in outputs):
-            times.append(time.perf_counter())
     gaps = [b - a for a, b in itertools.pairwise(times)][: what.iterations]
     # The requests began at different times, so the last ones to begin have fewer tokens when the first ones end.
     if len(gaps) < what.iterations // 2:

@@ -177,6 +177,29 @@ class TestSampler:
         assert {"sampled_token_ids", "logprobs_tensors"} <= {field.name for field in dataclasses.fields(SamplerOutput)}
 
 
+class TestGraphs:
+    def test_a_capture_on_the_callers_stream(self) -> None:
+        from vllm.distributed.parallel_state import GraphCaptureContext, graph_capture
+
+        assert parameters(graph_capture)[:2] == ["device", "graph_capture_context"]
+        assert [field.name for field in dataclasses.fields(GraphCaptureContext)][:1] == ["stream"]
+
+
+class TestOffline:
+    def test_the_engine_that_is_measured_beside_ours(self) -> None:
+        from vllm import LLM
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        given = keywords_of_call(source("offline.py"), "LLM")
+        assert given
+        assert given <= {field.name for field in dataclasses.fields(EngineArgs)}
+        assert parameters(LLM.__init__)[1] == "model"
+        assert parameters(LLMEngine.add_request)[1:4] == ["request_id", "prompt", "params"]
+        assert callable(LLMEngine.step)
+        assert callable(LLMEngine.has_unfinished_requests)
+
+
 class TestFrontEnd:
     def test_the_core_client_overrides_methods_that_vllm_has(self) -> None:
         from vllm.v1.engine.core_client import EngineCoreClient
