@@ -8,7 +8,6 @@ import queue
 import sys
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -211,8 +210,8 @@ class _Reporter:
         self._send = send
         self._failed = failed
         self._bind = bind
-        self._running: queue.SimpleQueue[RunningIteration | None] = queue.SimpleQueue()
-        self._reported: deque[RunningIteration] = deque()
+        self._entries: list[_Entry] = []  # not let go of yet
+        self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._loop, name="conflux-results", daemon=True)
         self._thread.start()
@@ -223,7 +222,9 @@ class _Reporter:
         There are two at most: the instance issues no third before it has the result of the first.
         """
         self.check()
-        self._running.put(iteration)
+        entry = _Entry(iteration)
+        self._entries.append(entry)
+        self._queue.put(entry)
 
     def forget(self) -> None:
         """Let go of what iterations that are reported held.
@@ -231,7 +232,13 @@ class _Reporter:
         It is for the thread that enqueues: memory that the device wrote is freed with a mark on its stream, which must
         not fall into a capture of that stream.
         """
-        self._reported.clear()
+        kept = []
+        for entry in self._entries:
+            if entry.reported:
+                entry.iteration = None
+            else:
+                kept.append(entry)
+        self._entries = kept
 
     def check(self) -> None:
         """Raise what ended the thread, if anything did."""
@@ -240,25 +247,28 @@ class _Reporter:
 
     def end(self) -> None:
         """Wait until everything is reported."""
-        self._running.put(None)
+        self._queue.put(None)
         self._thread.join()
+        self.forget()
 
     def _loop(self) -> None:
         try:
             self._bind()
-            while self._report():
-                pass
+            while (entry := self._queue.get()) is not None:
+                assert entry.iteration is not None
+                self._send(entry.iteration.finish())
+                entry.reported = True
         except BaseException as error:
             self._failure = error
             self._failed()
 
-    def _report(self) -> bool:
-        iteration = self._running.get()
-        if iteration is None:
-            return False
-        self._send(iteration.finish())
-        self._reported.append(iteration)
-        return True
+
+@dataclass(slots=True)
+class _Entry:
+    """An iteration on its way to being reported: only the thread that enqueued it takes it out of here."""
+
+    iteration: RunningIteration | None
+    reported: bool = False
 
 
 def make_device(spec: WorkerSpec) -> Device:
