@@ -101,7 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from conflux_ray.profiling.measure import WorkerMeasure, run_rounds, warm_up
 
     found, machine = [], ""
+    splits = args.decode_sms if args.device == "cuda" else []
     for degree in args.degrees:
+        cases = cases_of(args.prompt, degree, args.tokens, args.decodes, args.context, splits)
         settings = Settings(
             args.model,
             args.device,
@@ -110,10 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             peer_memory=args.peer_memory,
             max_tokens=max(degree * args.tokens, 16 * degree),
             max_batch=max(args.decodes, 4),
-            max_context=max(args.prompt, args.context, 16),
+            max_context=max(args.context, 16, *(chunk.context for case in cases for chunk in case.batch.chunks)),
         )
-        splits = args.decode_sms if args.device == "cuda" else []
-        cases = cases_of(args.prompt, degree, args.tokens, args.decodes, args.context, splits)
         with tempfile.TemporaryDirectory() as folder, workers(settings) as (group, layout):
             samples = SampleFile(Path(folder) / "samples", {})
             measure = WorkerMeasure(group, layout, steady=args.device == "cuda")

@@ -389,7 +389,7 @@ def workers(settings: Settings) -> Iterator[tuple[Any, Any]]:
     )
     group = LocalWorkerGroup(spec)
     try:
-        yield group, TableLayout(group.num_blocks, instance.block_tokens, settings.sp_degree)
+        yield group, TableLayout(group.num_blocks, instance.block_tokens, settings.sp_degree, geometry.vocab_size)
     except BaseException:
         group.kill()
         raise

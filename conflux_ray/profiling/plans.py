@@ -1,11 +1,17 @@
-"""From a batch to the plans that run it: block tables laid out directly, without the engine's bookkeeping."""
+"""From a batch to the plans that run it: block tables laid out directly, without the engine's bookkeeping.
+
+Prompts are random token ids. With one id for all, the rows of every matrix product are alike, which takes a GPU at its
+power limit a seventh less time than rows that differ (docs/profiling.md).
+"""
 
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from conflux_ray.execution.plan import (
     Chunk,
@@ -41,7 +47,9 @@ class CasePlans:
 
 
 class TableLayout:
-    """Hands out block tables of one pool, the same on every rank, and begins again where the pool ends.
+    """What plans need of an instance: block tables of one pool, the same on every rank, and the vocabulary.
+
+    Block tables begin again where the pool ends.
 
     What KV holds does not matter for timing, so requests beyond the pool's size share blocks.
 
@@ -49,11 +57,13 @@ class TableLayout:
         num_blocks: of the pool, the null block included.
         block_size: tokens of a decode block.
         num_ranks: N; a prefill block holds N times as many tokens.
+        vocab_size: of the model.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, num_ranks: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_ranks: int, vocab_size: int) -> None:
         self.block_size = block_size
         self.num_ranks = num_ranks
+        self.vocab_size = vocab_size
         self._blocks = itertools.cycle(range(1, num_blocks))
 
     def decode(self, tokens: int) -> list[int]:
@@ -73,6 +83,7 @@ def make_plans(case: Case, layout: TableLayout) -> CasePlans:
     batch = case.batch
     n = len(batch.decodes)
     ids = itertools.count()
+    draw = np.random.default_rng(random.Random(case.name).getrandbits(64))
     residents: list[NewResident] = []
     decodes: list[tuple[Decode, ...]] = []
     for rank, contexts in enumerate(batch.decodes):
@@ -89,7 +100,8 @@ def make_plans(case: Case, layout: TableLayout) -> CasePlans:
         alloc_id, end = next(ids), chunk.context + chunk.length
         prefills.append(NewPrefill(alloc_id, (layout.prefill(end),) * n))
         last = chunk.handed_to if chunk.handed_to is not None and chunk.shard[chunk.handed_to] else None
-        chunks.append(Chunk(alloc_id, bytes(4 * chunk.length), order_shards(chunk.context, chunk.shard, last)))
+        tokens = draw.integers(layout.vocab_size, size=chunk.length, dtype="<i4").tobytes()
+        chunks.append(Chunk(alloc_id, tokens, order_shards(chunk.context, chunk.shard, last)))
         if chunk.handed_to is not None:
             transfers.append(Transfer(len(transfers), alloc_id, 0, end, chunk.handed_to))
             residents.append(_resident(alloc_id, chunk.handed_to, layout.decode(end + 1)))

@@ -40,7 +40,7 @@ def line(number: int, began: float, seconds: float, **more: Any) -> dict[str, An
         "planning": 0.001,
         "predicted": seconds,
         "collected": EPOCH + began + seconds,
-        "elapsed": [seconds, seconds / 2],
+        "elapsed": [seconds, seconds],
         "decodes": [1, 0],
         "chunks": [],
         "overlap": True,
@@ -98,6 +98,21 @@ def test_an_iteration_had_ended_when_the_next_one_began() -> None:
     assert found["reported_late"]["p99"] == pytest.approx(0.04, rel=0.05)
     assert found["reported_late"]["share_above_5_ms"] == pytest.approx(1 / 3)
     assert found["gaps"]["seconds"]["workers late"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_workers_are_followed_each_by_itself() -> None:
+    # In turn one of them takes 100 and the other 90 ms; no worker waits, and 95 ms after an iteration the next one ends.
+    lines = [line(k, 0.0, 0.0, collected=EPOCH + 0.095 * (k + 1), planned=0.095 * k - 0.005) for k in range(40)]
+    for k, values in enumerate(lines):
+        values["elapsed"] = [0.1, 0.09] if k % 2 else [0.09, 0.1]
+    found = summarize(on_device(iterations(*lines)), tbt=0.2)
+    assert found["busy"] == pytest.approx(1.0, rel=0.01)
+    assert found["seconds"] == pytest.approx(40 * 0.095, rel=0.01)
+    assert found["reported_late"]["p99"] < 0.006
+    assert found["lead"]["p50"] == pytest.approx(0.005, abs=0.006)
+    # A second worker that has half as much to do is idle half of the time.
+    lines = [line(k, 0.1 * k, 0.1, elapsed=[0.1, 0.05]) for k in range(40)]
+    assert summarize(on_device(iterations(*lines)), tbt=0.2)["busy"] == pytest.approx(0.75, rel=0.01)
 
 
 def test_a_log_is_held_against_a_profile_without_its_correction() -> None:

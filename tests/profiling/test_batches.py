@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from conflux_ray.planning.fitting import MIN_POINTS, SPREAD
@@ -68,7 +69,7 @@ def test_too_small_a_range_is_refused_by_name() -> None:
 
 def test_a_plan_computes_what_the_load_says() -> None:
     batch = Batch(((40, 7), ()), (BatchChunk(8, (3, 2)), BatchChunk(0, (0, 4), handed_to=1)))
-    plans = make_plans(Case("c", batch), TableLayout(50, 4, 2))
+    plans = make_plans(Case("c", batch), TableLayout(50, 4, 2, 300))
     load, step = batch.load, plans.numbered(5)
     assert step.iteration == 5
     assert tuple(map(len, step.decodes)) == load.decode_tokens == (2, 0)
@@ -84,8 +85,20 @@ def test_a_plan_computes_what_the_load_says() -> None:
     assert {d.alloc_id for d in step.decodes[0]} | {c.alloc_id for c in step.chunks} <= known
 
 
+def test_prompts_are_random_ids_and_the_same_for_a_case_of_the_same_name() -> None:
+    batch = Batch(((), ()), (BatchChunk(0, (200, 200)), BatchChunk(0, (50, 50))))
+    made = [make_plans(Case(name, batch), TableLayout(50, 4, 2, 300)).step.chunks for name in "aab"]
+    assert [c.token_ids for c in made[0]] == [c.token_ids for c in made[1]] != [c.token_ids for c in made[2]]
+    first, second = (np.frombuffer(chunk.token_ids, "<i4") for chunk in made[0])
+    assert (len(first), len(second)) == (400, 100)
+    assert 0 <= first.min()
+    assert first.max() < 300
+    assert len(set(first.tolist())) > 150  # of 300 ids, 220 are expected in 400 draws
+    assert first[:100].tolist() != second.tolist()
+
+
 def test_tables_begin_again_where_the_pool_ends_and_leave_the_null_block_out() -> None:
-    layout = TableLayout(num_blocks=4, block_size=4, num_ranks=2)
+    layout = TableLayout(num_blocks=4, block_size=4, num_ranks=2, vocab_size=300)
     assert layout.decode(8) == [1, 2]
     assert layout.prefill(9) == [3, 1]
 
@@ -105,7 +118,7 @@ def test_overlapped_batches_meet_every_split_of_the_multiprocessors_in_every_mix
 
 def test_a_split_reaches_the_workers() -> None:
     batch = Batch(((8,), (4,)), (BatchChunk(4, (1, 1)),), decode_sms=48)
-    assert make_plans(Case("c", batch), TableLayout(50, 4, 2)).step.decode_sms == 48
+    assert make_plans(Case("c", batch), TableLayout(50, 4, 2, 300)).step.decode_sms == 48
 
 
 @pytest.mark.parametrize("ranges", RANGES)

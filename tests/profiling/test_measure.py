@@ -113,11 +113,11 @@ class Cooling:
 def test_a_busy_device_is_measured_at_its_power_limit() -> None:
     assert (runs_before(0.1), runs_before(1.0), runs_before(1e-9)) == (3, 1, MOST_RUNS)
     workers = Cooling()
-    assert WorkerMeasure(workers, TableLayout(50, 4, 2), steady=True)(WHOLE) == 0.12
+    assert WorkerMeasure(workers, TableLayout(50, 4, 2, 300), steady=True)(WHOLE) == 0.12
     assert [plan.iteration for plan in workers.issued] == [0, 1, 2, 3, 4, 5]
     assert workers.most == 2  # the device always has the next one, and no more are under way than when it serves
     cold = Cooling()
-    assert WorkerMeasure(cold, TableLayout(50, 4, 2))(WHOLE) == 0.1
+    assert WorkerMeasure(cold, TableLayout(50, 4, 2, 300))(WHOLE) == 0.1
 
 
 def test_a_part_runs_as_often_on_every_worker_before_its_sample() -> None:

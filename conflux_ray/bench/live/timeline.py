@@ -1,8 +1,9 @@
 """What an instance's iterations did with their time: its iteration log (`instance.iteration_log`) as figures.
 
-An iteration ended when its results were collected, or before, when the next one began on the device: then it was
-reported late. It began `elapsed` of the slowest worker before its end; what lies between the end of one and the
-beginning of the next is a gap. Where it comes from:
+An iteration ended on a worker's device when its results were collected, or before, when the next one began there: then
+it was reported late. It began `elapsed` of that worker before its end. Workers drift apart by what their ranks differ
+in, so each is followed by itself: the slowest one's time of every iteration, added up, is longer than any clock's. What
+lies between the last end of one and the first beginning of the next, when no device ran, is a gap. Where it comes from:
 
     nothing to do   until the plan was made no request was there
     instance late   there was work, and the plan was made only after the iteration before had ended
@@ -60,12 +61,12 @@ class Iteration:
         planning: seconds that planning took.
         predicted: seconds; None without a latency model.
         collected: when its results had come, seconds since the epoch.
-        elapsed: on the slowest worker's device, seconds.
+        workers: time on each worker's device, seconds.
         decodes: of all ranks.
         chunks: (first token, end, tokens of each rank).
         pending: requests with prompt tokens left after it.
         load: for a latency model; None where the log does not say the decodes' context.
-        ended: on the device, seconds since the epoch, where that is known to be before `collected`.
+        ends: on each worker's device, seconds since the epoch; none: when the results had come.
     """
 
     number: int
@@ -73,12 +74,12 @@ class Iteration:
     planning: float
     predicted: float | None
     collected: float
-    elapsed: float
+    workers: tuple[float, ...]
     decodes: int
     chunks: tuple[tuple[int, int, tuple[int, ...]], ...]
     pending: int
     load: IterationLoad | None = None
-    ended: float | None = None
+    ends: tuple[float, ...] = ()
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Iteration:
@@ -88,7 +89,7 @@ class Iteration:
             values["planning"],
             values["predicted"],
             values["collected"],
-            max(values["elapsed"]),
+            tuple(float(seconds) for seconds in values["elapsed"]),
             sum(values["decodes"]),
             tuple((start, end, tuple(ranks)) for start, end, ranks in values["chunks"]),
             values["pending"],
@@ -96,14 +97,29 @@ class Iteration:
         )
 
     @property
+    def elapsed(self) -> float:
+        """On the slowest worker's device, seconds."""
+        return max(self.workers)
+
+    @property
+    def ended(self) -> tuple[float, ...]:
+        """On each worker's device, seconds since the epoch."""
+        return self.ends or (self.collected,) * len(self.workers)
+
+    @property
+    def begins(self) -> tuple[float, ...]:
+        """On each worker's device, seconds since the epoch."""
+        return tuple(end - elapsed for end, elapsed in zip(self.ended, self.workers, strict=True))
+
+    @property
     def end(self) -> float:
-        """On the device, seconds since the epoch."""
-        return self.collected if self.ended is None else self.ended
+        """On the last worker's device, seconds since the epoch."""
+        return max(self.ended)
 
     @property
     def began(self) -> float:
-        """On the device, seconds since the epoch."""
-        return self.end - self.elapsed
+        """On the first worker's device, seconds since the epoch."""
+        return min(self.begins)
 
     @property
     def prefill(self) -> int:
@@ -169,17 +185,18 @@ def read(path: Path) -> list[Iteration]:
 
 
 def on_device(iterations: Sequence[Iteration]) -> list[Iteration]:
-    """Iterations with their ends: each had ended when the next one began."""
+    """Iterations with their ends: each had ended on a device when the next one began there."""
     found = list(iterations)
     for k in range(len(found) - 2, -1, -1):
-        if found[k + 1].began < found[k].collected:
-            found[k] = replace(found[k], ended=found[k + 1].began)
+        if min(found[k + 1].begins) < found[k].collected:
+            ends = tuple(min(found[k].collected, began) for began in found[k + 1].begins)
+            found[k] = replace(found[k], ends=ends)
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The device stood still between two iterations.
+    """No device ran between two iterations.
 
     Args:
         at: when it began, seconds since the epoch.
@@ -200,7 +217,7 @@ class Gap:
 
 
 def gap_between(before: Iteration, after: Iteration) -> Gap:
-    """What lies between two iterations that follow each other; 0 seconds where the clocks overlap."""
+    """What lies between two iterations that follow each other; 0 seconds where some device ran all the time."""
     began = max(after.began, before.end)
     planned = min(max(after.planned, before.end), began)
     # A plan of first chunks alone, with nothing left to prefill before, came of an arrival.
@@ -214,9 +231,9 @@ def _percentiles(values: Sequence[float], *percents: int) -> dict[str, float]:
 
 
 def _busy(iterations: Sequence[Iteration]) -> float:
-    """Share of the time from the first beginning to the last end in which the slowest worker's device ran."""
+    """Share of the time from the first beginning to the last end in which a device ran, mean over the workers."""
     span = iterations[-1].end - iterations[0].began
-    return sum(i.elapsed for i in iterations) / span if span > 0 else 1.0
+    return sum(sum(i.workers) / len(i.workers) for i in iterations) / span if span > 0 else 1.0
 
 
 def _window(iterations: Sequence[Iteration], gaps: Sequence[Gap]) -> Sequence[Iteration]:
@@ -433,7 +450,7 @@ def text(summary: dict[str, Any], title: str, missed: Sequence[dict[str, Any]] |
     parts = [
         title,
         "",
-        f"{summary['iterations']} iterations in {summary['seconds']:.1f} s. The device was busy {summary['busy']:.1%} "
+        f"{summary['iterations']} iterations in {summary['seconds']:.1f} s. The devices were busy {summary['busy']:.1%} "
         f"of the time, and {window['busy']:.1%} in the {window['seconds']:.0f} s with most work. Idle: {idle}.",
         "",
         _row("Gaps while there was work, ms", gaps["length"]),
