@@ -114,9 +114,9 @@ class InstanceConfig(_Section):
         True, description="Capture the attention region of an iteration, repeat it for all layers (device cuda)."
     )
     peer_memory: bool = Field(
-        False,
+        True,
         description="Exchange heads by writing into the other GPUs' memory where they reach it, not by NCCL (device "
-        "cuda). Shown right by workers that share a GPU, not measured between GPUs yet.",
+        "cuda).",
     )
     late_planning: bool = Field(
         True, description="Plan an iteration shortly before the running one ends, not as soon as it has begun."

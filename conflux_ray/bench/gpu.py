@@ -192,7 +192,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="enqueue attention once for all layers (cuda)",
     )
     parser.add_argument(
-        "--peer-memory", action="store_true", help="heads written into the other GPUs' memory, not by NCCL (cuda)"
+        "--peer-memory",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="heads written into the other GPUs' memory, not by NCCL (cuda)",
     )
     parser.add_argument(
         "--decode-sms", type=int, nargs="*", default=[64, 96], help="multiprocessors for decodes beside a chunk"

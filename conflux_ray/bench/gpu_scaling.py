@@ -92,7 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=8192, help="of each decode, tokens")
     parser.add_argument("--decode-sms", type=int, nargs="*", default=[], help="splits of the multiprocessors to try")
     parser.add_argument(
-        "--peer-memory", action="store_true", help="heads written into the other GPUs' memory, not by NCCL (cuda)"
+        "--peer-memory",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="heads written into the other GPUs' memory, not by NCCL (cuda)",
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="JSON file")

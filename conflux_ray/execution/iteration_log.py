@@ -24,7 +24,8 @@ class IterationLog:
     `planned`, `planning`: when the plan was made, and how long that took. `predicted`: by the latency model with its
     online correction, null without one. `collected`: when the results had come. `elapsed`: on the device of each
     worker. `decodes`: of each rank; `context`: their tokens. `chunks`: first token, end, and tokens of each rank.
-    `overlap`, `decode_sms`: how attention ran. `transfers`: begun. `pending`: requests with prompt tokens left after
+    `overlap`, `decode_sms`: how attention ran. `transfers`: begun; `incoming`: tokens whose KV they bring to each rank
+    from the others, as the latency model counts them. `pending`: requests with prompt tokens left after
     it; `resident`: decodes.
 
     A file that can no longer be written ends the log, not the serving.
@@ -62,6 +63,7 @@ class IterationLog:
                 "overlap": plan.overlap,
                 "decode_sms": plan.decode_sms,
                 "transfers": len(plan.transfers),
+                "incoming": _incoming(plan, engine.num_ranks),
                 "pending": sum(1 for _ in engine.pending),
                 "resident": sum(engine.residents.tokens),
             }
@@ -90,3 +92,11 @@ class IterationLog:
                 self._file.close()
             except OSError as error:
                 logger.error("the last lines of the iteration log %s are lost: %s", self._path, error)
+
+
+def _incoming(plan: IterationPlan, num_ranks: int) -> list[float]:
+    """Tokens whose KV arrives at each rank: a rank has its share of the heads of every token already."""
+    tokens = [0.0] * num_ranks
+    for transfer in plan.transfers:
+        tokens[transfer.target] += (transfer.end - transfer.start) * (num_ranks - 1) / num_ranks
+    return tokens

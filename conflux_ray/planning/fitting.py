@@ -506,14 +506,14 @@ def _calibrate_as(model: LatencyModel, rows: Sequence[IterationRow], host_known:
     )
     model = replace(model, contention=contention)
     moving = [r for r in rows if any(r.load.incoming)]
-    return _fit_moving(model, moving) if moving else model
+    return fit_moving(model, moving) if moving else model
 
 
 def _mixed(row: IterationRow) -> bool:
     return bool(any(row.load.decode_tokens) and any(row.load.prefill_tokens))
 
 
-def _parts(model: LatencyModel, row: IterationRow) -> tuple[list[float], float, list[float]]:
+def standalone_parts(model: LatencyModel, row: IterationRow) -> tuple[list[float], float, list[float]]:
     """Standalone (linear, prefill, decode) times of a row, seconds a layer; linear and decode of each rank.
 
     With a barrier every rank has the times of the busiest one.
@@ -545,17 +545,17 @@ def _fit_rest(model: LatencyModel, rows: Sequence[IterationRow]) -> LatencyModel
             f"measure `host` rows, or at least {MIN_POINTS} decode-only, prefill-only or serial iterations"
         )
     y = np.array([r.seconds for r in rows])
-    layers = np.array([model.num_layers * np.array(_critical(*_parts(model, r))) for r in rows])
+    layers = np.array([model.num_layers * np.array(_critical(*standalone_parts(model, r))) for r in rows])
     sampled = np.array([float(max(r.load.decode_tokens)) for r in rows])
     with_prefill = np.array([float(any(r.load.prefill_tokens)) for r in rows])
     host = np.column_stack((np.ones_like(sampled), sampled, with_prefill)) / y[:, None]
     known, layers = layers.sum(axis=1) / y, layers / y[:, None]
 
     def plain(some: NDArray[np.bool_]) -> Floats:
-        return np.concatenate((np.ones(3), _robust(host[some], 1 - known[some])))
+        return np.concatenate((np.ones(3), robust_least_squares(host[some], 1 - known[some])))
 
     def factored(some: NDArray[np.bool_]) -> Floats:
-        return _robust(np.hstack((layers, host))[some], np.ones(int(some.sum())))
+        return robust_least_squares(np.hstack((layers, host))[some], np.ones(int(some.sum())))
 
     def cross_validated(fit: Callable[[NDArray[np.bool_]], Floats]) -> float:
         numbers = np.arange(len(y))
@@ -585,7 +585,7 @@ def _critical(linear: Sequence[float], prefill: float, decode: Sequence[float]) 
     return own, prefill, path
 
 
-def _robust(columns: Floats, y: Floats) -> Floats:
+def robust_least_squares(columns: Floats, y: Floats) -> Floats:
     """Non-negative least squares that outliers do not rule (Huber).
 
     Args:
@@ -604,7 +604,7 @@ def _robust(columns: Floats, y: Floats) -> Floats:
 def _fit_contention(model: LatencyModel, sms: int | None, rows: Sequence[IterationRow]) -> Contention:
     """alpha, beta and gamma of one overlap setting; gamma = 0 (Eq. 4) unless it lowers the cross-validated error."""
     rows = [r for r in rows if not any(r.load.incoming)]
-    parts = [_parts(model, r) for r in rows]
+    parts = [standalone_parts(model, r) for r in rows]
     linear, decode_of = (np.array([p[k] for p in parts]).reshape(-1, model.num_ranks) for k in (0, 2))
     prefill, decode = np.array([p for _, p, _ in parts]), decode_of.max(axis=1)
     where = "without a partition" if sms is None else f"with decode_sms={sms}"
@@ -692,7 +692,7 @@ class _Attention:
         return np.atleast_2d((predicted - self.layer) * self.weight)
 
 
-def _fit_moving(model: LatencyModel, rows: Sequence[IterationRow]) -> LatencyModel:
+def fit_moving(model: LatencyModel, rows: Sequence[IterationRow]) -> LatencyModel:
     """The exposed share of transfers, and how much longer one takes in an iteration than alone if that pays."""
     if model.transfer == NOTHING:
         raise FitRefusedError("transfer: iterations with incoming KV but no transfer rows; measure the transfer alone")

@@ -124,12 +124,17 @@ class Batch:
 
     @property
     def kind(self) -> str:
-        """`decode`, `prefill`, or `mixed overlap` and `mixed serial` where the two meet."""
-        if not self.chunks:
-            return "decode"
-        if not any(self.decodes):
-            return "prefill"
-        return "mixed overlap" if self.overlap else "mixed serial"
+        """See `kind_of`."""
+        return kind_of(self.load, self.overlap)
+
+
+def kind_of(load: IterationLoad, overlap: bool) -> str:
+    """`decode`, `prefill`, or `mixed overlap` and `mixed serial` where the two meet."""
+    if not load.chunks:
+        return "decode"
+    if not any(load.decode_tokens):
+        return "prefill"
+    return "mixed overlap" if overlap else "mixed serial"
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,14 @@ from conflux_ray.config import (
 from conflux_ray.kv import KVGeometry
 from conflux_ray.planning.fitting import IterationRow, fit_profile
 from conflux_ray.planning.profile import ProfileError
+from conflux_ray.planning.refit import refit
 from conflux_ray.profiling.batches import (
     Case,
     Ranges,
     component_case,
     component_cases,
     iteration_cases,
+    kind_of,
     linear_sizes,
     padded_sizes,
 )
@@ -40,6 +42,7 @@ from conflux_ray.profiling.evaluation import evaluate_iterations
 from conflux_ray.profiling.machine import describe_machine, load_average, machine_slug, software_versions
 from conflux_ray.profiling.registry import find_profile, profile_name
 from conflux_ray.profiling.samples import SampleFile, read_settings
+from conflux_ray.profiling.served import served_rows
 
 HELD_OUT = 0.2
 """Share of a profile's whole iterations that is set aside, for the errors the profile states."""
@@ -78,7 +81,7 @@ class Settings:
     dtype: str = "auto"
     load_format: str = "auto"
     attention_graphs: bool = True
-    peer_memory: bool = False
+    peer_memory: bool = True
     block_size: int | None = None
     threads: int = 1
     max_tokens: int = 10240
@@ -145,6 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parse(argv)
     try:
+        if options.log:
+            return _served(options)
         return _evaluate(options) if options.evaluate else _profile(options)
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on from here", file=sys.stderr)
@@ -165,6 +170,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--evaluate", metavar="PROFILE", help="a profile's file or name: measure random batches, print its errors")
     add("--batches", type=int, default=200, help="of --evaluate")
+    add("--refit", metavar="PROFILE", help="fit a profile to what iterations took while serving (--log)")
+    add(
+        "--log",
+        type=Path,
+        nargs="+",
+        help="iteration logs of instances (instance.iteration_log), for --refit, or for --evaluate without measuring",
+    )
     add("--model", help="a model that conflux-ray builds, a folder or a hub id (--evaluate: the profile's)")
     add("--samples", type=Path, help="measure nothing: fit (--evaluate: compare with) what this file holds")
     add("--date", help="of --samples, ISO 8601 (default: today)")
@@ -180,7 +192,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=True,
         help="attention enqueued once an iteration, for all layers (cuda)",
     )
-    add("--peer-memory", action="store_true", help="heads written into the other GPUs' memory, not by NCCL (cuda)")
+    add(
+        "--peer-memory",
+        action=argparse.BooleanOptionalAction,
+        default=default.peer_memory,
+        help="heads written into the other GPUs' memory, not by NCCL (cuda)",
+    )
     add("--block-size", type=int, default=default.block_size, help="tokens (default: as the server chooses)")
     add("--threads", type=int, default=default.threads, help="of each worker, on the CPU")
     add("--max-tokens", type=int, default=default.max_tokens, help="most prefill tokens of an iteration")
@@ -194,8 +211,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=default.seed)
     add("--machine", help="the device in words (default: found out)")
     options = parser.parse_args(argv)
-    if not (options.evaluate or options.model or options.samples):
-        parser.error("--model is needed, or --evaluate or --samples")
+    if bool(options.log) != bool(options.refit or (options.log and options.evaluate)):
+        parser.error("--refit needs --log, and --log needs --refit or --evaluate")
+    if not (options.evaluate or options.model or options.samples or options.refit):
+        parser.error("--model is needed, or --evaluate, --samples or --refit")
     for name in ("batches", "iterations", "repeats", "density", "threads", "block_size", "sp_degree"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
@@ -301,9 +320,41 @@ def _evaluate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _served(options: argparse.Namespace) -> int:
+    """Hold a profile against iteration logs, or fit it to them."""
+    source = options.refit or options.evaluate
+    profile = find_profile(source)
+    rows = [row for path in options.log for row in served_rows(path, profile.latency.num_ranks)]
+    if not options.refit:
+        kinds = [kind_of(row.load, row.overlap) for row in rows]
+        text = json.dumps(
+            {"profile": profile.latency.name, **asdict(evaluate_iterations(profile.latency, rows, kinds))}, indent=2
+        )
+        print(text)
+        if options.out:
+            options.out.write_text(text + "\n")
+        return 0
+    date = options.date or datetime.now(UTC).date().isoformat()
+    made = refit(profile.latency, rows, f"{profile.latency.name}:served:{date}")
+    out = options.out or Path(f"{Path(source).stem}.json")
+    replace(
+        profile,
+        latency=made.latency,
+        date=date,
+        rows={**profile.rows, "served": made.count},
+        in_sample={**profile.in_sample, "served": made.in_sample},
+        held_out={**profile.held_out, "served": made.after, "served, before": made.before},
+    ).save(out)
+    for name, error in (("before", made.before), ("after", made.after)):
+        print(f"{name:6}  MAPE {error.mape:5.1f} %  P95 {error.p95:5.1f} %  ({error.count} iterations, not fitted to)")
+    print(out)
+    return 0
+
+
 def _settings(fields: dict[str, Any]) -> Settings:
-    """From values as a command line or JSON has them; a profile that says nothing of splits was measured without."""
-    return Settings(**{**fields, "decode_sms": tuple(fields.get("decode_sms", ()))})
+    """From values as a command line or JSON has them; a profile that says nothing of a way was measured without."""
+    ways = {"decode_sms": tuple(fields.get("decode_sms", ())), "peer_memory": fields.get("peer_memory", False)}
+    return Settings(**{**fields, **ways})
 
 
 def _measure(settings: Settings, cases: Sequence[Case], samples: SampleFile, options: argparse.Namespace) -> None:

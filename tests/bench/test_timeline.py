@@ -101,7 +101,7 @@ def test_an_iteration_had_ended_when_the_next_one_began() -> None:
 
 
 def test_workers_are_followed_each_by_itself() -> None:
-    # In turn one of them takes 100 and the other 90 ms; no worker waits, and 95 ms after an iteration the next one ends.
+    # In turn one takes 100 and the other 90 ms; no worker waits, and an iteration ends every 95 ms.
     lines = [line(k, 0.0, 0.0, collected=EPOCH + 0.095 * (k + 1), planned=0.095 * k - 0.005) for k in range(40)]
     for k, values in enumerate(lines):
         values["elapsed"] = [0.1, 0.09] if k % 2 else [0.09, 0.1]

@@ -32,6 +32,7 @@ from conflux_ray.bench.live.point import Point
 from conflux_ray.bench.live.score import Record
 from conflux_ray.bench.live.tables import markdown
 from conflux_ray.planning.latency_model import IterationLoad, LatencyModel
+from conflux_ray.profiling.served import LogError, load_of
 from conflux_ray.simulator.metrics import ROUNDING
 from conflux_ray.simulator.request import Slo
 
@@ -45,10 +46,6 @@ GAP_EDGES = (0.0, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0, float
 """Of the histogram of gaps, seconds."""
 MATCH_SECONDS = 1.0
 """Most time between the end of a prompt's last chunk and its first token at the client."""
-
-
-class LogError(ValueError):
-    """A file that is no iteration log; the message says where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,7 @@ class Iteration:
         decodes: of all ranks.
         chunks: (first token, end, tokens of each rank).
         pending: requests with prompt tokens left after it.
-        load: for a latency model; None where the log does not say the decodes' context.
+        load: for a latency model; None where the log says too little.
         ends: on each worker's device, seconds since the epoch; none: when the results had come.
     """
 
@@ -93,7 +90,7 @@ class Iteration:
             sum(values["decodes"]),
             tuple((start, end, tuple(ranks)) for start, end, ranks in values["chunks"]),
             values["pending"],
-            _load(values) if "context" in values else None,
+            load_of(values),
         )
 
     @property
@@ -134,32 +131,24 @@ class Iteration:
         return KINDS[1] if self.decodes else KINDS[2]
 
 
-def _load(values: dict[str, Any]) -> IterationLoad:
-    chunks = values["chunks"]
-    return IterationLoad(
-        tuple(values["decodes"]),
-        tuple(values["context"]),
-        tuple(sum(tokens) for tokens in zip(*(ranks for *_, ranks in chunks), strict=True)),
-        tuple((end - start, start) for start, end, _ in chunks),
-    )
-
-
 def against(iterations: Sequence[Iteration], model: LatencyModel) -> dict[str, dict[str, float]]:
     """Measured over predicted by a latency model alone, without online correction: percentiles by kind.
 
-    KV that moves is not in it: the log does not say how much.
+    Iterations of which the log does not say how much KV arrived are passed over.
 
     Raises:
-        LogError: the log does not say the decodes' context, or is of another number of ranks.
+        LogError: the log does not say the decodes' context of any, or is of another number of ranks.
     """
     found: dict[str, list[float]] = {}
     for iteration in iterations:
         load = iteration.load
         if load is None:
-            raise LogError("the log does not say the decodes' context; it cannot be held against a profile")
+            continue
         if len(load.decode_tokens) != model.num_ranks:
             raise LogError(f"the log is of {len(load.decode_tokens)} ranks, {model.name} of {model.num_ranks}")
         found.setdefault(iteration.kind, []).append(iteration.elapsed / model.predict(load).seconds)
+    if not found:
+        raise LogError("the log does not say the decodes' context; it cannot be held against a profile")
     return {kind: _percentiles(ratios, 5, 50, 95) for kind, ratios in found.items()}
 
 
@@ -450,8 +439,9 @@ def text(summary: dict[str, Any], title: str, missed: Sequence[dict[str, Any]] |
     parts = [
         title,
         "",
-        f"{summary['iterations']} iterations in {summary['seconds']:.1f} s. The devices were busy {summary['busy']:.1%} "
-        f"of the time, and {window['busy']:.1%} in the {window['seconds']:.0f} s with most work. Idle: {idle}.",
+        f"{summary['iterations']} iterations in {summary['seconds']:.1f} s. The devices were busy "
+        f"{summary['busy']:.1%} of the time, and {window['busy']:.1%} in the {window['seconds']:.0f} s with most work. "
+        f"Idle: {idle}.",
         "",
         _row("Gaps while there was work, ms", gaps["length"]),
         _row("Planning, ms", summary["planning"]),

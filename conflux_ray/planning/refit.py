@@ -1,0 +1,222 @@
+"""A latency model made better by what iterations took while serving (section 6.2; beyond the paper).
+
+A profile is measured on made-up batches. Real ones come with other power draw, clocks and neighbours, and at the sizes
+that the planner likes. So coefficients that iterations of a serving instance can tell are fitted to them, and the rest
+stays: f_GEMM anew, one factor each for the prefill and the decode path, gamma of each overlap setting that was used,
+and how long KV transfers take and show.
+Settings that were not used are left out of the new model: they were measured under another f_GEMM, and would look
+better or worse than they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conflux_ray.planning.fitting import (
+    FOLDS,
+    MIN_POINTS,
+    SIMPLER,
+    FitRefusedError,
+    Floats,
+    IterationRow,
+    evaluate,
+    fit_moving,
+    robust_least_squares,
+    standalone_parts,
+)
+from conflux_ray.planning.latency_model import Contention, GemmCurve, LatencyModel
+from conflux_ray.planning.profile import FitError
+
+LEAST_ROWS = 100
+"""Iterations that a refit needs, and as many of them with prefill as without."""
+BLOCK = 20
+"""Iterations that are set aside together: neighbours are alike."""
+FIRST_KNOT = 64
+"""Tokens; f_GEMM may bend there and at each doubling of it."""
+ROWS_OF_A_PIECE = 20
+"""Fewest iterations that a piece of f_GEMM is fitted to."""
+
+_SHARES = tuple(np.linspace(0.0, 1.0, 21).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Refit:
+    """A new model, and absolute percentage errors on iterations that it was not fitted to.
+
+    Args:
+        latency: the new model.
+        count: iterations that it was fitted to.
+        before: errors of the old model.
+        after: errors of the new one.
+        in_sample: errors of the new one on what it was fitted to.
+    """
+
+    latency: LatencyModel
+    count: int
+    before: FitError
+    after: FitError
+    in_sample: FitError
+
+
+def refit(model: LatencyModel, rows: Sequence[IterationRow], name: str) -> Refit:
+    """Fit every second block of iterations, and judge by the others.
+
+    Args:
+        model: what they were planned by, without online correction.
+        rows: iterations in order.
+        name: of the new model.
+
+    Raises:
+        FitRefusedError: there are too few iterations, or too few of a kind.
+    """
+    with_prefill = sum(any(row.load.prefill_tokens) for row in rows)
+    if min(with_prefill, len(rows) - with_prefill) < LEAST_ROWS:
+        raise FitRefusedError(
+            f"{with_prefill} iterations with prefill and {len(rows) - with_prefill} without are too few to refit a "
+            f"profile: {LEAST_ROWS} of each are needed; serve longer, near the load that matters"
+        )
+    blocks = [k // BLOCK % 2 for k in range(len(rows))]
+    fitted, aside = ([row for row, block in zip(rows, blocks, strict=True) if block == part] for part in (0, 1))
+    better = replace(_fit(model, [row for row in fitted if not any(row.load.incoming)]), name=name)
+    moving = [row for row in fitted if any(row.load.incoming)]
+    if len(moving) >= LEAST_ROWS:
+        better = fit_moving(better, moving)
+    settings = {_setting(row) for row in fitted}
+    judged = [row for row in aside if _setting(row) in settings]
+    return Refit(better, len(fitted), evaluate(model, judged), evaluate(better, judged), evaluate(better, fitted))
+
+
+def _setting(row: IterationRow) -> tuple[bool, int | None] | None:
+    """How attention ran; None where there was but one path."""
+    mixed = any(row.load.decode_tokens) and any(row.load.prefill_tokens)
+    return (row.overlap, row.decode_sms if row.overlap else None) if mixed else None
+
+
+def _critical(model: LatencyModel, row: IterationRow) -> tuple[float, float, float]:
+    """Tokens of the rank that ends last, and its prefill and decode path, seconds a layer."""
+    linear, prefill, decode = standalone_parts(model, row)
+    if prefill:  # which waits for the rank with the most tokens
+        return float(row.load.max_load), prefill, max(decode)
+    last = max(range(len(linear)), key=lambda rank: linear[rank] + decode[rank])
+    return float(row.load.loads[last]), 0.0, decode[last]
+
+
+def _fit(model: LatencyModel, rows: Sequence[IterationRow]) -> LatencyModel:
+    columns = _Columns.of(model, rows)
+    straight, bent = (columns.with_knots(knots) for knots in _knots(columns.tokens))
+    chosen = straight if straight.cross_validated() <= SIMPLER * bent.cross_validated() + 1e-9 else bent
+    shares = chosen.shares()
+    solution = chosen.solve(shares, np.ones(len(rows), dtype=bool))
+    seconds = np.cumsum(solution[: len(chosen.knots)]) / model.num_layers
+    prefill, decode = (float(factor) for factor in solution[-2:])
+    return replace(
+        model,
+        gemm=_curve(chosen.knots, seconds),
+        all_reduce=replace(model.all_reduce, slope=0.0, intercept=0.0),  # f_GEMM has it
+        prefill=model.prefill.scaled(prefill),
+        comm=model.comm.scaled(prefill),
+        decode=model.decode.scaled(decode),
+        contention=tuple(
+            Contention(1.0, 1.0, sms, share)
+            for (overlap, sms), share in sorted(
+                shares.items(), key=lambda item: (item[0][1] is not None, item[0][1] or 0)
+            )
+            if overlap
+        ),
+    )
+
+
+def _knots(tokens: Floats) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Where f_GEMM bends: the straight form, and the one with as many knots as the iterations can tell."""
+    last = float(tokens.max())
+    knots = [0.0]
+    knot = float(FIRST_KNOT)
+    while knot < last:
+        enough = ((tokens > knots[-1]) & (tokens <= knot)).sum() >= ROWS_OF_A_PIECE
+        if enough and (tokens > knot).sum() >= ROWS_OF_A_PIECE:
+            knots.append(knot)
+        knot *= 2
+    return (*knots[:2], last) if len(knots) > 1 else (0.0, last), (*knots, last)
+
+
+def _curve(knots: Sequence[float], seconds: Floats) -> GemmCurve:
+    """f_GEMM through the knots; after the last one it grows as it did from the first bend on."""
+    start = 1 if len(knots) > 2 else 0
+    slope = float((seconds[-1] - seconds[start]) / (knots[-1] - knots[start]))
+    return GemmCurve(tuple(knots), tuple(seconds.tolist()), slope, "piecewise")
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """What iterations consist of, one entry for each; seconds of a whole iteration as the old model has them.
+
+    Args:
+        tokens: of the rank that ends last.
+        prefill: the prefill path.
+        decode: the decode path.
+        rest: measured seconds less the host's.
+        weight: turns an error into one relative to the iteration.
+        settings: how attention ran, see `_setting`.
+        knots: of f_GEMM.
+    """
+
+    tokens: Floats
+    prefill: Floats
+    decode: Floats
+    rest: Floats
+    weight: Floats
+    settings: tuple[tuple[bool, int | None] | None, ...]
+    knots: tuple[float, ...] = (0.0,)
+
+    @classmethod
+    def of(cls, model: LatencyModel, rows: Sequence[IterationRow]) -> _Columns:
+        parts = np.array([_critical(model, row) for row in rows])
+        measured = np.array([row.seconds for row in rows])
+        host = np.array([model.host(max(row.load.decode_tokens)) for row in rows])
+        tokens, prefill, decode = parts.T * np.array([[1.0], [model.num_layers], [model.num_layers]])
+        return cls(tokens, prefill, decode, measured - host, 1 / measured, tuple(_setting(row) for row in rows))
+
+    def with_knots(self, knots: Sequence[float]) -> _Columns:
+        return replace(self, knots=tuple(knots))
+
+    def solve(self, shares: dict[tuple[bool, int | None], float], some: NDArray[np.bool_]) -> Floats:
+        """f_GEMM's value at 0, its growth along each piece, and factors on the prefill and the decode path."""
+        return robust_least_squares(self._matrix(shares)[some], (self.rest * self.weight)[some])
+
+    def shares(self) -> dict[tuple[bool, int | None], float]:
+        """gamma of each overlap setting; of paths in turn it is 1."""
+        found: dict[tuple[bool, int | None], float] = {setting: 1.0 for setting in self.settings if setting is not None}
+        everything = np.ones(len(self.rest), dtype=bool)
+        for setting in [s for s in found if s[0]]:
+            mine = np.array([s == setting for s in self.settings])
+            found[setting] = min(_SHARES, key=lambda share: self._error({**found, setting: share}, everything, mine))
+        return found
+
+    def cross_validated(self) -> float:
+        """Mean absolute relative error of blocks that were left out of the fit."""
+        shares = self.shares()
+        block = np.arange(len(self.rest)) // BLOCK
+        folds = [block % FOLDS == fold for fold in range(FOLDS)]
+        return float(
+            np.mean([self._error(shares, ~out, out) for out in folds if out.any() and (~out).sum() > MIN_POINTS])
+        )
+
+    def _error(self, shares: Any, fitted: NDArray[np.bool_], judged: NDArray[np.bool_]) -> float:
+        solution = self.solve(shares, fitted)
+        return float(np.abs(self._matrix(shares)[judged] @ solution - (self.rest * self.weight)[judged]).mean())
+
+    def _matrix(self, shares: dict[tuple[bool, int | None], float]) -> Floats:
+        share = np.array([1.0 if setting is None else shares[setting] for setting in self.settings])
+        prefill_longer = self.prefill >= self.decode
+        pieces = [np.clip((self.tokens - a) / (b - a), 0.0, 1.0) for a, b in pairwise(self.knots)]
+        paths = [
+            self.prefill * np.where(prefill_longer, 1.0, share),
+            self.decode * np.where(prefill_longer, share, 1.0),
+        ]
+        return np.column_stack((np.ones_like(self.tokens), *pieces, *paths)) * self.weight[:, None]
