@@ -12,6 +12,7 @@ import contextlib
 import fnmatch
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from conflux_ray.bench.live.contenders import (
     simulated,
     standard,
 )
+from conflux_ray.bench.live.forecast import forecast, forecast_table, overrun_of
 from conflux_ray.bench.live.machine import gpus as find_gpus
 from conflux_ray.bench.live.machine import machine, versions
 from conflux_ray.bench.live.options import add_load, load_of, settings_of
@@ -214,7 +216,7 @@ def timelines(store: Store, entries: Sequence[Entry]) -> None:
 
 
 def entries_of(
-    store: Store, load: Load | None, hardware: Hardware | None, gpus: int, overrun: float = 1.0
+    store: Store, load: Load | None, hardware: Hardware | None, gpus: int, overruns: Sequence[str] = ()
 ) -> list[Entry]:
     """What a folder has, with predictions where the simulator knows the machine; those are kept in the folder."""
     kept = store.folder / "predictions.json"
@@ -225,6 +227,7 @@ def entries_of(
         about = json.loads(path.read_text()) if path.exists() else {}
         values = about.get("contender", {"name": name, "kind": "vllm"})
         entry = Entry(name, values["kind"], store.points(name), about=about)
+        overrun = overrun_of(name, overruns)
         for point in entry.usable if "policy" in values else []:
             key = f"{name} {point.rate:g} {point.seed}"
             known = about.get("kv_tokens")
@@ -284,8 +287,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=18400, help="of the first server")
     parser.add_argument("--profile", type=Path, nargs="*", default=[], help="measured profiles, for the simulator")
     parser.add_argument(
-        "--overrun", type=float, default=1.0, help="simulate iterations with prefill this many times as long"
+        "--overrun",
+        nargs="+",
+        default=[],
+        metavar="[NAME=]FACTOR",
+        help="simulate iterations with prefill so many times as long; * and ? match in names",
     )
+    parser.add_argument(
+        "--forecast", metavar="GPU", help="measure nothing; simulate the contenders on GPUs of this name, say H200"
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes of --forecast")
     parser.add_argument("--no-simulation", action="store_true", help="leave the simulator's column empty")
     parser.add_argument("--report", action="store_true", help="measure nothing; write the report of what is there")
     parser.add_argument("--out", type=Path, required=True, help="folder for points, logs and the report")
@@ -360,6 +371,31 @@ def _site(args: argparse.Namespace, found_gpus: Sequence[dict[str, str]]) -> Sit
     )
 
 
+def _forecast(
+    args: argparse.Namespace,
+    contenders: Sequence[Contender],
+    load: Load,
+    settings: dict[str, Any],
+    found_gpus: list[dict[str, str]],
+) -> int:
+    """Print and keep what the simulator says of the contenders."""
+    hardware = hardware_of(args.model, found_gpus, args.profile)
+    if hardware is None:
+        raise ContenderError(f"the simulator knows no {args.model!r} on {args.forecast!r}")
+    seeds = range(args.first_seed, args.first_seed + args.repeats)
+    rates = sorted(args.rates or [])
+    found = forecast(contenders, hardware, len(found_gpus), load, rates, seeds, args.overrun, args.jobs)
+    times = {c.name: _times(hardware, c, named[2]) for c in contenders if (named := simulated(c, len(found_gpus)))}
+    args.out.mkdir(parents=True, exist_ok=True)
+    write_json(
+        args.out / "forecast.json",
+        {"settings": settings, "overrun": args.overrun, "seeds": list(seeds)}
+        | {"contenders": [one.to_json() | {"iteration_times": times[one.name]} for one in found]},
+    )
+    print(forecast_table(found, args.attainment))
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure what is missing, write the report, print its tables last.
 
@@ -371,7 +407,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parse(argv)
     try:
-        found_gpus = _measured_gpus(args.out) if args.report else find_gpus()
+        if args.forecast:
+            found_gpus = [{"name": args.forecast}] * (args.gpus or 1)
+        else:
+            found_gpus = _measured_gpus(args.out) if args.report else find_gpus()
         site = _site(args, found_gpus)
         contenders = _contenders(args, site)
         if args.list:
@@ -385,6 +424,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ContenderError(f"model={args.model!r}: its vocab_size is not known; give --vocab-size")
         load = load_of(args, site.max_model_len, vocab_size)
         settings = settings_of(args, load, site.model) | site.describe()
+        if args.forecast:
+            return _forecast(args, contenders, load, settings, found_gpus)
         store = Store(args.out, settings)
         comparison = Comparison(load, site, store, contenders, args)
         if not args.report:

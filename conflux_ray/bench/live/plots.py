@@ -51,6 +51,7 @@ def _distribution(axis: Any, groups: Mapping[str, np.ndarray], limit: float, uni
     axis.axvline(limit, color="gray", linewidth=0.8)
     axis.set(title=title, xlabel=unit, ylabel="share", ylim=(0, 1.01))
     axis.set_xscale("symlog", linthresh=limit / 10)
+    axis.set_xlim(left=0)
     axis.grid(alpha=0.3)
     if groups:
         axis.legend(fontsize=7)
@@ -111,27 +112,30 @@ def overview(points: Sequence[Point], path: Path, goal: float, label: str) -> No
 
 
 def comparison(contenders: Mapping[str, Sequence[Point]], path: Path, goal: float) -> None:
-    """Attainment of all contenders, their distributions at the highest rate that most of them have, and timelines."""
+    """Attainment of all contenders; their distributions and timelines at the highest rate that most of them have, or at
+    their own highest where they do not have that one."""
     usable = {name: [p for p in points if not p.invalid] for name, points in contenders.items()}
     usable = {name: points for name, points in usable.items() if points}
     if not usable:
         return
     rates = [rate for points in usable.values() for rate in {p.rate for p in points}]
     common = max(set(rates), key=lambda rate: (rates.count(rate), rate))
-    there = {name: [p for p in points if p.rate == common] for name, points in usable.items()}
-    there = {name: points for name, points in there.items() if points}
+    there = {}
+    for name, points in usable.items():
+        own = {p.rate for p in points}
+        rate = common if common in own else max(own)
+        there[f"{name}, {rate:g}/s"] = [p for p in points if p.rate == rate]
     lines = 1 + -(-len(there) // 3)
     figure, axes = plt.subplots(lines, 3, figsize=(15, 4 * lines), layout="constrained", squeeze=False)
     for name, points in usable.items():
         attainment(axes[0, 0], points, name)
     finish_attainment(axes[0, 0], goal)
     slo = next(iter(usable.values()))[0].slo
-    at = f"at {common:g}/s"
-    _distribution(axes[0, 1], {k: first_tokens(v) for k, v in there.items()}, slo.ttft, "s", f"TTFT {at}")
-    _distribution(axes[0, 2], {k: gaps(v) for k, v in there.items()}, 1e3 * slo.tbt, "ms", f"between tokens {at}")
+    _distribution(axes[0, 1], {k: first_tokens(v) for k, v in there.items()}, slo.ttft, "s", "TTFT")
+    _distribution(axes[0, 2], {k: gaps(v) for k, v in there.items()}, 1e3 * slo.tbt, "ms", "between tokens")
     places = list(axes[1:].flat)
     for axis, (name, points) in zip(places, there.items(), strict=False):
-        timeline(axis, points[0], f"{name}, {common:g}/s, seed {points[0].seed}")
+        timeline(axis, points[0], f"{name}, seed {points[0].seed}")
     for axis in places[len(there) :]:
         axis.axis("off")
     _save(figure, path)
