@@ -1,7 +1,7 @@
 """From a batch to the plans that run it: block tables laid out directly, without the engine's bookkeeping.
 
-Prompts are random token ids. With one id for all, the rows of every matrix product are alike, which takes a GPU at its
-power limit a seventh less time than rows that differ (docs/profiling.md).
+Prompts are random token ids. With one id for all, the rows of every matrix product are alike, which seems to keep a GPU
+below its power limit: it is faster than it is for real prompts (docs/profiling.md).
 """
 
 from __future__ import annotations
