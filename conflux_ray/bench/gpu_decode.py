@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,7 @@ def run_conflux(what: Decodes) -> dict[str, Timings]:
     from conflux_ray.execution.group import LocalWorkerGroup
     from conflux_ray.execution.loop import IterationLoop
     from conflux_ray.execution.request import Request
+    from conflux_ray.execution.worker import worker_spec
     from conflux_ray.kv import KVGeometry
     from conflux_ray.wire import Sampling, Slo
 
@@ -114,8 +115,11 @@ def run_conflux(what: Decodes) -> dict[str, Timings]:
             "instance": {"device": what.device, "max_num_seqs": max(what.decodes, 2)},
         }
     )
-    geometry = check_model(config, read_model_config(resolve_model(config.model.path)))
-    group = LocalWorkerGroup(_spec(what, config, geometry))
+    folder = resolve_model(config.model.path)
+    geometry = check_model(config, read_model_config(folder))
+    # On a GPU the workers size the pool.
+    blocks = 0 if what.device == "cuda" else size_pool(geometry, config.instance, CPU_KV_BYTES).num_blocks
+    group = LocalWorkerGroup(worker_spec(config, folder, geometry, blocks))
     try:
         block = config.instance.block_tokens
         engine = Engine(
@@ -157,41 +161,6 @@ def run_conflux(what: Decodes) -> dict[str, Timings]:
         "exposed": Timings.of(exposed),
         "planning": Timings.of(planning),
     }
-
-
-def _spec(what: Decodes, config: Any, geometry: ModelGeometry) -> Any:
-    from conflux_ray.execution.worker import WorkerSpec
-    from conflux_ray.vllm_compat.graphs import LARGEST_GRAPH, decode_sizes, graph_sizes
-    from conflux_ray.vllm_compat.loader import ModelArgs
-
-    instance = config.instance
-    gpu = what.device == "cuda"
-    args = ModelArgs(
-        resolve_model(config.model.path),
-        dtype=geometry.dtype,
-        max_model_len=what.max_model_len,
-        load_format=what.load_format,
-        block_size=instance.block_tokens,
-    )
-    spec = WorkerSpec(
-        args,
-        0,
-        1,
-        0 if gpu else size_pool(geometry, instance, CPU_KV_BYTES).num_blocks,
-        instance.block_tokens,
-        "",
-        device=what.device,
-        max_prefill_tokens=config.scheduler.max_prefill_tokens,
-        max_num_seqs=instance.max_num_seqs,
-    )
-    if not gpu:
-        return spec
-    return replace(
-        spec,
-        repeat_attention=instance.attention_graphs,
-        graph_sizes=graph_sizes(LARGEST_GRAPH),
-        decode_sizes=decode_sizes(instance.max_num_seqs),
-    )
 
 
 def _policy(what: Decodes, config: Any, geometry: ModelGeometry) -> Any:

@@ -96,37 +96,10 @@ class Instance:
         self._progress(f"starting {instance.num_workers} workers for {self._name}")
 
         from conflux_ray.cluster.workers import RayWorkerGroup
-        from conflux_ray.execution.worker import WorkerSpec
+        from conflux_ray.execution.worker import worker_spec
         from conflux_ray.transport import InstanceEndpoint
-        from conflux_ray.vllm_compat.graphs import LARGEST_GRAPH, decode_sizes, graph_sizes
-        from conflux_ray.vllm_compat.loader import ModelArgs
 
-        graphs = instance.device == "cuda" and instance.cuda_graphs
-        spec = WorkerSpec(
-            model=ModelArgs(
-                model=folder,
-                dtype=geometry.dtype,
-                max_model_len=geometry.max_model_len,
-                load_format=config.model.load_format,
-                tensor_parallel=instance.tensor_parallel,
-                block_size=instance.block_tokens,
-                trust_remote_code=config.model.trust_remote_code,
-            ),
-            rank=0,
-            world_size=instance.num_workers,
-            num_blocks=pool.num_blocks if pool is not None else 0,
-            block_size=instance.block_tokens,
-            init_method="",
-            device=instance.device,
-            threads=instance.cpu_threads,
-            gpu_memory_utilization=instance.gpu_memory_utilization,
-            max_prefill_tokens=config.scheduler.max_prefill_tokens,
-            max_num_seqs=instance.max_num_seqs,
-            peer_memory=instance.peer_memory,
-            repeat_attention=instance.attention_graphs and instance.device == "cuda",
-            graph_sizes=graph_sizes(LARGEST_GRAPH) if graphs else (),
-            decode_sizes=decode_sizes(instance.max_num_seqs) if graphs else (),
-        )
+        spec = worker_spec(config, folder, geometry, pool.num_blocks if pool is not None else 0)
         self._workers = RayWorkerGroup(
             spec, ray.util.get_current_placement_group(), instance.start_timeout_s, self._progress
         )

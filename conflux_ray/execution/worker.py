@@ -14,11 +14,13 @@ from typing import Any, Protocol
 
 import torch
 
+from conflux_ray.config import ConfluxConfig, ModelGeometry
 from conflux_ray.execution.cpu import CpuDevice
 from conflux_ray.execution.device import Device
 from conflux_ray.execution.plan import IterationPlan, WorkerError, WorkerResult, decode_plan, encode
 from conflux_ray.execution.runner import ModelRunner, RunnerLimits, RunningIteration
 from conflux_ray.vllm_compat.channel import Reader, Writer
+from conflux_ray.vllm_compat.graphs import LARGEST_GRAPH, decode_sizes, graph_sizes
 from conflux_ray.vllm_compat.loader import LoadedModel, ModelArgs, ModelShape
 
 STOP = b""
@@ -57,6 +59,45 @@ class WorkerSpec:
     graph_sizes: tuple[int, ...] = ()  # of CUDA graphs, tokens (`vllm_compat.graphs.graph_sizes`); none: eager
     peer_memory: bool = False  # `peer.PeerExchange` where GPUs reach each other's memory
     decode_sizes: tuple[int, ...] = ()  # of `decode_graphs`, decodes; on a GPU at most the largest of graph_sizes
+
+
+def worker_spec(config: ConfluxConfig, folder: str, geometry: ModelGeometry, num_blocks: int = 0) -> WorkerSpec:
+    """What the workers of a configured instance need.
+
+    Args:
+        config: of the instance; `device` is resolved.
+        folder: of the model.
+        geometry: of the model.
+        num_blocks: of the KV pool; 0: as many as the GPU's memory holds.
+    """
+    instance = config.instance
+    gpu = instance.device == "cuda"
+    graphs = gpu and instance.cuda_graphs
+    return WorkerSpec(
+        model=ModelArgs(
+            model=folder,
+            dtype=geometry.dtype,
+            max_model_len=geometry.max_model_len,
+            load_format=config.model.load_format,
+            tensor_parallel=instance.tensor_parallel,
+            block_size=instance.block_tokens,
+            trust_remote_code=config.model.trust_remote_code,
+        ),
+        rank=0,
+        world_size=instance.num_workers,
+        num_blocks=num_blocks,
+        block_size=instance.block_tokens,
+        init_method="",
+        device=instance.device,
+        threads=instance.cpu_threads,
+        gpu_memory_utilization=instance.gpu_memory_utilization,
+        max_prefill_tokens=config.scheduler.max_prefill_tokens,
+        max_num_seqs=instance.max_num_seqs,
+        peer_memory=instance.peer_memory,
+        repeat_attention=gpu and instance.attention_graphs,
+        graph_sizes=graph_sizes(LARGEST_GRAPH) if graphs else (),
+        decode_sizes=decode_sizes(instance.max_num_seqs) if graphs else (),
+    )
 
 
 class Worker:

@@ -107,13 +107,21 @@ class Settings:
         """An instance of this shape; raises ConfigError if there can be none."""
         return parse(
             {
-                "model": {"path": self.model, "dtype": self.dtype},
+                "model": {
+                    "path": self.model,
+                    "dtype": self.dtype,
+                    "load_format": self.load_format,
+                    "max_model_len": self.ranges.max_length + 1,
+                },
                 "instance": {
                     "sp_degree": self.sp_degree,
                     "tensor_parallel": self.tensor_parallel,
                     "device": self.device,
                     "block_size": self.block_size,
                     "cpu_threads": self.threads,
+                    "max_num_seqs": self.max_batch,
+                    "attention_graphs": self.attention_graphs,
+                    "peer_memory": self.peer_memory,
                 },
             }
         )
@@ -402,11 +410,9 @@ def workers(settings: Settings) -> Iterator[tuple[Any, Any]]:
         use_cpu_platform()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from conflux_ray.execution.group import LocalWorkerGroup
-    from conflux_ray.execution.worker import WorkerSpec
+    from conflux_ray.execution.worker import worker_spec
     from conflux_ray.profiling.plans import TableLayout
     from conflux_ray.profiling.runner import RUNNER
-    from conflux_ray.vllm_compat.graphs import LARGEST_GRAPH, decode_sizes, graph_sizes
-    from conflux_ray.vllm_compat.loader import ModelArgs
 
     length = settings.ranges.max_length + 1
     instance = settings.config.instance
@@ -414,29 +420,10 @@ def workers(settings: Settings) -> Iterator[tuple[Any, Any]]:
         2 * KVGeometry(instance.block_tokens, settings.sp_degree, 2).min_blocks(length),
         int(CPU_KV_GIB * GIB // block_bytes(geometry, instance)),
     )
-    spec = WorkerSpec(
-        ModelArgs(
-            folder,
-            settings.dtype,
-            length,
-            load_format=settings.load_format,
-            tensor_parallel=settings.tensor_parallel,
-            block_size=instance.block_tokens,
-        ),
-        rank=0,
-        world_size=settings.sp_degree * settings.tensor_parallel,
-        num_blocks=blocks if settings.device == "cpu" else 0,
-        block_size=instance.block_tokens,
-        init_method="",
-        device=settings.device,
-        threads=settings.threads,
+    spec = replace(
+        worker_spec(settings.config, folder, geometry, blocks if settings.device == "cpu" else 0),
         runner=RUNNER,
         max_prefill_tokens=settings.max_tokens,
-        max_num_seqs=settings.max_batch,
-        peer_memory=settings.peer_memory,
-        repeat_attention=settings.attention_graphs and settings.device == "cuda",
-        graph_sizes=graph_sizes(LARGEST_GRAPH) if settings.device == "cuda" else (),
-        decode_sizes=decode_sizes(settings.max_batch) if settings.device == "cuda" else (),
     )
     group = LocalWorkerGroup(spec)
     try:
