@@ -15,8 +15,10 @@ import numpy.typing as npt
 import torch
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
+from conflux_ray.execution.noise import position_keys, sample_probabilities
 from conflux_ray.wire import Feature, Logprobs, Sampling
 
 SUPPORTED_FEATURES = frozenset({Feature.SEED, Feature.LOGPROBS})
@@ -69,6 +71,24 @@ class Sampled:
         return found
 
 
+class KeyedTopKTopPSampler(torch.nn.Module):
+    """In the place of vLLM's `TopKTopPSampler`: the same truncation, but noise of all rows at once."""
+
+    def forward(
+        self, logits: torch.Tensor, keys: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None
+    ) -> tuple[torch.Tensor, None]:
+        """Tokens (rows,) of (rows, vocab) logits, which this overwrites; no log-probabilities after truncation.
+
+        Args:
+            logits: after temperature.
+            keys: of the rows' noise, where vLLM hands on generators.
+            k: most tokens of each row.
+            p: least sum of their probabilities.
+        """
+        probabilities = apply_top_k_top_p(logits, k, p).softmax(dim=-1, dtype=torch.float32)
+        return sample_probabilities(probabilities, keys), None
+
+
 class TokenSampler:
     """Samples one token per row of logits.
 
@@ -85,6 +105,7 @@ class TokenSampler:
         self.vocab_size = vocab_size
         self._upload = upload
         self._sampler = Sampler()
+        self._sampler.topk_topp_sampler = KeyedTopKTopPSampler()
 
     def prepare(self, rows: Sequence[SampleRow]) -> SamplingBatch:
         """Describe the rows of an iteration, before its forward pass."""
@@ -103,10 +124,9 @@ class TokenSampler:
     def _metadata(self, rows: Sequence[SampleRow]) -> SamplingMetadata:
         greedy = [row.sampling.temperature < _GREEDY_BELOW for row in rows]
         all_greedy, all_random = all(greedy), not any(greedy)
-        generators = {}
-        for i, row in enumerate(rows):
-            if not greedy[i]:
-                generators[i] = torch.Generator(self.device).manual_seed(position_seed(row.seed, row.position))
+        keys: Any = {}
+        if not all_greedy:
+            keys = self._upload(position_keys([row.seed for row in rows], [row.position for row in rows]))
         top_p = [row.sampling.top_p for row in rows]
         top_k = [row.sampling.top_k if 0 < row.sampling.top_k < self.vocab_size else self.vocab_size for row in rows]
         wanted = [row.sampling.logprobs for row in rows if row.sampling.logprobs is not None]
@@ -119,7 +139,7 @@ class TokenSampler:
             top_k=(
                 self._upload(np.array(top_k, np.int32)) if not all_greedy and min(top_k) < self.vocab_size else None
             ),
-            generators=generators,
+            generators=keys,  # handed on unread to what takes the place of vLLM's TopKTopPSampler
             max_num_logprobs=max(wanted) if wanted else None,
             no_penalties=True,
             prompt_token_ids=None,
@@ -134,8 +154,3 @@ class TokenSampler:
 
     def _tensor(self, values: Sequence[float]) -> torch.Tensor:
         return self._upload(np.array(values, np.float32))
-
-
-def position_seed(seed: int, position: int) -> int:
-    """A 63-bit seed for the token at `position` of a request with `seed`."""
-    return int(np.random.SeedSequence([seed & (2**64 - 1), position]).generate_state(1, np.uint64)[0]) >> 1

@@ -158,10 +158,57 @@ def test_without_a_request_for_them_there_are_no_logprobs(sampler: Any) -> None:
     assert sampled.logprobs is None
 
 
-def test_seeds_of_positions_fit_a_generator_and_differ() -> None:
-    from conflux_ray.vllm_compat.sampler import position_seed
+def test_tokens_of_a_seed_stay_what_they_are(sampler: Any) -> None:
+    """The same seed gives the same text: a change here changes what clients were given."""
+    plain = tokens(sampler, [(Sampling(1), 42, i) for i in range(16)])
+    truncated = tokens(sampler, [(Sampling(1, temperature=0.8, top_k=6, top_p=0.9), -1, 2**40 + i) for i in range(16)])
+    assert plain == [1, 0, 0, 1, 4, 4, 3, 0, 0, 1, 6, 3, 0, 7, 2, 1]
+    assert truncated == [1, 2, 0, 0, 1, 0, 1, 1, 1, 0, 4, 0, 2, 1, 2, 1]
 
-    seeds = [position_seed(seed, position) for seed in (0, 1, -1, 2**63 - 1) for position in range(500)]
-    assert len(set(seeds)) == len(seeds)
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert position_seed(5, 6) != position_seed(6, 5)
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("start", [0, 2**31, 2**62])
+def test_any_seed_and_position_is_sampled_with(sampler: Any, seed: int, start: int) -> None:
+    counts = np.bincount(tokens(sampler, [(Sampling(1), seed, start + i) for i in range(DRAWS)]), minlength=VOCAB)
+    expected = DRAWS * probabilities(1.0, 0, 1.0)
+    assert ((counts - expected) ** 2 / expected).sum() < chi_square_limit(VOCAB - 1)
+
+
+def test_truncation_does_not_change_the_noise(sampler: Any) -> None:
+    free = tokens(sampler, [(Sampling(1), 8, i) for i in range(200)])
+    few = tokens(sampler, [(Sampling(1, top_k=4), 8, i) for i in range(200)])
+    assert [b for a, b in zip(free, few, strict=True) if a < 4] == [a for a in free if a < 4]
+    assert max(few) == 3 < max(free)
+
+
+def test_a_batch_of_greedy_rows_uploads_nothing_and_makes_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from conflux_ray.execution import noise
+    from conflux_ray.vllm_compat.sampler import TokenSampler
+
+    def refused(*_: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(noise, "noise_bits", refused)
+    greedy = TokenSampler(torch.device("cpu"), VOCAB, refused)
+    assert tokens(greedy, [(Sampling(1, temperature=0.0), i, i) for i in range(9)]) == [0] * 9
+
+
+def test_a_vocabulary_of_one() -> None:
+    import torch
+
+    from conflux_ray.vllm_compat.sampler import TokenSampler
+
+    single = TokenSampler(torch.device("cpu"), 1, lambda array: torch.from_numpy(array.copy()))
+    rows = [(Sampling(1, temperature=temperature, top_k=1), 3, 4) for temperature in (0.0, 1.0, 2.0)]
+    assert draw(single, rows, np.zeros((3, 1), np.float32))[1].tokens.tolist() == [0] * 3
+
+
+def test_logits_of_which_only_one_is_finite_or_by_far_the_largest_leave_no_choice(sampler: Any) -> None:
+    logits = np.full((2, VOCAB), -np.inf, np.float32)
+    logits[0, 7] = 0.0
+    logits[1] = LOGITS - 1e4
+    logits[1, 5] = 1e4
+    for position in range(50):
+        assert draw(sampler, [(Sampling(1), 1, position)] * 2, logits)[1].tokens.tolist() == [7, 5]

@@ -171,6 +171,34 @@ class TestSampler:
         required = {f.name for f in every if f.default is f.default_factory is dataclasses.MISSING}
         assert required <= given <= {field.name for field in every}
 
+    def test_what_takes_the_place_of_the_topk_topp_sampler_is_called_as_before(self) -> None:
+        import torch
+        from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+
+        from conflux_ray.vllm_compat.sampler import KeyedTopKTopPSampler, SampleRow, TokenSampler
+        from conflux_ray.wire import Sampling
+
+        theirs = parameters(TopKTopPSampler.forward_native)
+        assert theirs == ["self", "logits", "generators", "k", "p"]
+        assert parameters(KeyedTopKTopPSampler.forward) == ["keys" if n == "generators" else n for n in theirs]
+        assert parameters(apply_top_k_top_p) == ["logits", "k", "p"]
+
+        calls = []
+
+        class Recorder(torch.nn.Module):
+            def forward(self, logits, keys, k, p):
+                calls.append((keys, k, p))
+                return torch.zeros(len(logits), dtype=torch.int64), None
+
+        sampler = TokenSampler(torch.device("cpu"), 5, lambda array: torch.from_numpy(array.copy()))
+        assert isinstance(sampler._sampler.topk_topp_sampler, KeyedTopKTopPSampler)
+        sampler._sampler.topk_topp_sampler = Recorder()
+        batch = sampler.prepare([SampleRow(Sampling(1, top_k=2, top_p=0.5), 3, 4)])
+        sampler.sample(torch.zeros(1, 5), batch)
+        ((keys, k, p),) = calls
+        assert (keys is batch.metadata.generators, k is batch.metadata.top_k, p is batch.metadata.top_p) == (True,) * 3
+        assert isinstance(keys, torch.Tensor)
+
     def test_what_comes_back(self) -> None:
         from vllm.v1.outputs import SamplerOutput
 
