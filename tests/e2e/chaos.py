@@ -29,6 +29,7 @@ import httpx
 import psutil
 import torch
 
+from conflux_ray.execution.noise import exponential_noise, position_keys
 from conflux_ray.metrics.definitions import INGRESS_IN_FLIGHT, INGRESS_WAITING, ROUTER_REQUESTS
 from conflux_ray.models import store
 from conflux_ray.models.reference import Reference
@@ -312,11 +313,9 @@ def candidates(logits: torch.Tensor, body: dict, position: int) -> torch.Tensor:
     """
     if "seed" not in body:
         return logits
-    from conflux_ray.vllm_compat.sampler import position_seed
-
-    noise = torch.empty_like(logits)
-    for i, row in enumerate(noise):
-        row.exponential_(generator=torch.Generator().manual_seed(position_seed(body["seed"], position + i)))
+    positions = range(position, position + len(logits))
+    keys = torch.from_numpy(position_keys([body["seed"]] * len(logits), positions))
+    noise = exponential_noise(keys, logits.shape[1])
     return torch.log_softmax(logits / body["temperature"], -1) - noise.log()
 
 
