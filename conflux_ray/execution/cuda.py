@@ -145,7 +145,7 @@ class CudaDevice(Device):
         # Communicators of several streams deadlock if two GPUs start their kernels in different orders.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all workers of an instance are on one node
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it knows no generator per row
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # ours takes its place, and it need not be there
         open_gpu(index)
         self.torch_device = torch.device("cuda", index)
         self.flash_attention = flash_attention
