@@ -210,7 +210,11 @@ class LimitsConfig(_Section):
 class IngressConfig(_Section):
     """The OpenAI-compatible front end."""
 
-    num_replicas: int = Field(1, ge=1)
+    num_replicas: int = Field(
+        1,
+        ge=1,
+        description="Processes of the front end: one for every 1500 tokens a second, or more where cores are slow.",
+    )
     api_key_file: str | None = Field(
         None, description="A file with one API key a line; requests need one of them. None: everyone may ask."
     )

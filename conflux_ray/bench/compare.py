@@ -304,6 +304,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not (args.rates or args.contenders or args.report or args.list):
         parser.error("--rates is needed")
+    try:
+        overrun_of("", args.overrun)
+    except ValueError as error:
+        parser.error(str(error))
     if args.repeats < 1 or min(args.rates or [1.0]) <= 0:
         parser.error("--repeats and --rates must be positive")
     return args
@@ -335,11 +339,13 @@ def _contenders(args: argparse.Namespace, site: Site) -> list[Contender]:
             else c
             for c in found
         ]
+    overruns = [pattern for word in args.overrun if (pattern := word.rpartition("=")[0])]
+    for option, patterns in (("--only", args.only or []), ("--overrun", overruns)):
+        for pattern in patterns:
+            if not any(fnmatch.fnmatchcase(c.name, pattern) for c in found):
+                raise ContenderError(f"{option} {pattern!r} names none of {', '.join(c.name for c in found)}")
     if not args.only:
         return found
-    for pattern in args.only:
-        if not any(fnmatch.fnmatchcase(c.name, pattern) for c in found):
-            raise ContenderError(f"--only {pattern!r} names none of {', '.join(c.name for c in found)}")
     return [c for c in found if any(fnmatch.fnmatchcase(c.name, pattern) for pattern in args.only)]
 
 

@@ -35,6 +35,7 @@ from conflux_ray.execution.engine import Engine, TokenOutput
 from conflux_ray.execution.iteration_log import IterationLog
 from conflux_ray.execution.loop import IterationLoop, WorkerLostError
 from conflux_ray.execution.request import Request
+from conflux_ray.heap import freeze
 from conflux_ray.kv import KVGeometry
 from conflux_ray.logs import configure as configure_logs
 from conflux_ray.metrics.definitions import INSTANCE_START
@@ -141,6 +142,7 @@ class Instance:
         self._endpoint = InstanceEndpoint(ray.util.get_node_ip_address(), token, ready)
         self._info = InstanceInfo(*self._info_base, address=self._endpoint.address, token=token)
         self._registry = registry_handle(self._name)
+        freeze()
         self._thread = threading.Thread(target=self._run, name="conflux-iterations", daemon=True)
         self._thread.start()
         self._heart = threading.Thread(target=self._beat, name="conflux-heartbeat", daemon=True)

@@ -23,7 +23,8 @@ class IterationLog:
 
     `planned`, `planning`: when the plan was made, and how long that took. `predicted`: by the latency model with its
     online correction, null without one. `collected`: when the results had come. `elapsed`: on the device of each
-    worker. `decodes`: of each rank; `context`: their tokens. `chunks`: first token, end, and tokens of each rank.
+    worker. `decodes`: of each rank; `context`: their tokens. `chunks`: first token, end, and tokens of each rank;
+    `allocations`: of the chunks, one number a request while it prefills.
     `overlap`, `decode_sms`: how attention ran. `transfers`: begun; `incoming`: tokens whose KV they bring to each rank
     from the others, as the latency model counts them. `pending`: requests with prompt tokens left after
     it; `resident`: decodes.
@@ -60,6 +61,7 @@ class IterationLog:
                 "decodes": [len(steps) for steps in plan.decodes],
                 "context": [sum(d.position + 1 for d in steps) for steps in plan.decodes],
                 "chunks": chunks,
+                "allocations": [chunk.alloc_id for chunk in plan.chunks],
                 "overlap": plan.overlap,
                 "decode_sms": plan.decode_sms,
                 "transfers": len(plan.transfers),

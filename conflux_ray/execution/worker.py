@@ -19,6 +19,7 @@ from conflux_ray.execution.cpu import CpuDevice
 from conflux_ray.execution.device import Device
 from conflux_ray.execution.plan import IterationPlan, WorkerError, WorkerResult, decode_plan, encode
 from conflux_ray.execution.runner import ModelRunner, RunnerLimits, RunningIteration
+from conflux_ray.heap import freeze
 from conflux_ray.vllm_compat.channel import Reader, Writer
 from conflux_ray.vllm_compat.graphs import LARGEST_GRAPH, decode_sizes, graph_sizes
 from conflux_ray.vllm_compat.loader import LoadedModel, ModelArgs, ModelShape
@@ -162,6 +163,7 @@ class Worker:
         spin = 0.0 if self.spec.device == "cpu" else 1.0
         self._plans = Reader(plans, self.spec.rank, spin)
         self._results = Writer(1)
+        freeze()
         return self._results.handle
 
     def serve(self) -> None:

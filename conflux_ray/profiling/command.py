@@ -27,7 +27,7 @@ from conflux_ray.config import (
 from conflux_ray.kv import KVGeometry
 from conflux_ray.planning.fitting import IterationRow, fit_profile
 from conflux_ray.planning.profile import ProfileError
-from conflux_ray.planning.refit import refit
+from conflux_ray.planning.refit import check_settings, refit
 from conflux_ray.profiling.batches import (
     Case,
     Ranges,
@@ -44,6 +44,8 @@ from conflux_ray.profiling.registry import find_profile, profile_name
 from conflux_ray.profiling.samples import SampleFile, read_settings
 from conflux_ray.profiling.served import served_rows
 
+SERVED = ":served:"
+"""In the name of a refitted profile, between the one it was made of and the date."""
 HELD_OUT = 0.2
 """Share of a profile's whole iterations that is set aside, for the errors the profile states."""
 CPU_KV_GIB = 0.5
@@ -162,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on from here", file=sys.stderr)
         return 130
-    except (ConfigError, RuntimeError, ValueError) as error:
+    except (ConfigError, OSError, RuntimeError, ValueError) as error:
         print(f"conflux profile: {error}", file=sys.stderr)
         return 1
 
@@ -219,7 +221,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=default.seed)
     add("--machine", help="the device in words (default: found out)")
     options = parser.parse_args(argv)
-    if bool(options.log) != bool(options.refit or (options.log and options.evaluate)):
+    if options.refit and options.evaluate:
+        parser.error("--refit or --evaluate, not both")
+    if (options.refit and not options.log) or (options.log and not (options.refit or options.evaluate)):
         parser.error("--refit needs --log, and --log needs --refit or --evaluate")
     if not (options.evaluate or options.model or options.samples or options.refit):
         parser.error("--model is needed, or --evaluate, --samples or --refit")
@@ -308,7 +312,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         samples = SampleFile(options.samples, read_settings(options.samples))
         cases = [case for case in cases if case.name in samples.cases]
     else:
-        out = options.out or Path(f"{Path(options.evaluate).stem}.evaluation.json")
+        out = options.out or Path(f"{Path(options.evaluate).name.removesuffix('.json')}.evaluation.json")
         samples = SampleFile(_beside(out), {**_conditions(settings), "machine": options.machine or settings.machine()})
         _measure(settings, cases, samples, options)
     rows = _rows(cases, samples, _model(settings)[1].num_layers)
@@ -334,24 +338,24 @@ def _served(options: argparse.Namespace) -> int:
     profile = find_profile(source)
     rows = [row for path in options.log for row in served_rows(path, profile.latency.num_ranks)]
     if not options.refit:
+        check_settings(profile.latency, rows)
         kinds = [kind_of(row.load, row.overlap) for row in rows]
-        text = json.dumps(
-            {"profile": profile.latency.name, **asdict(evaluate_iterations(profile.latency, rows, kinds))}, indent=2
-        )
+        errors = evaluate_iterations(profile.latency, rows, kinds)
+        text = json.dumps({"profile": profile.latency.name, **asdict(errors)}, indent=2)
         print(text)
         if options.out:
             options.out.write_text(text + "\n")
         return 0
     date = options.date or datetime.now(UTC).date().isoformat()
-    made = refit(profile.latency, rows, f"{profile.latency.name}:served:{date}")
-    out = options.out or Path(f"{Path(source).stem}.json")
+    made = refit(profile.latency, rows, f"{profile.latency.name.partition(SERVED)[0]}{SERVED}{date}")
+    out = options.out or Path(f"{Path(source).name.removesuffix('.json')}.served.json")
     replace(
         profile,
         latency=made.latency,
         date=date,
         rows={**profile.rows, "served": made.count},
-        in_sample={**profile.in_sample, "served": made.in_sample},
-        held_out={**profile.held_out, "served": made.after, "served, before": made.before},
+        in_sample={"served": made.in_sample},
+        held_out={"served": made.after, "served, before": made.before},
     ).save(out)
     for name, error in (("before", made.before), ("after", made.after)):
         print(f"{name:6}  MAPE {error.mape:5.1f} %  P95 {error.p95:5.1f} %  ({error.count} iterations, not fitted to)")

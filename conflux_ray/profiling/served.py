@@ -43,24 +43,30 @@ def served_rows(path: Path, num_ranks: int) -> list[IterationRow]:
         num_ranks: N of the profile that they are for.
 
     Raises:
-        LogError: it is no iteration log, is of another number of ranks, or does not say the decodes' context.
+        LogError: it is no iteration log, has no iteration, is of another number of ranks, or does not say the decodes'
+            context.
         OSError: it cannot be read.
     """
     lines = path.read_text(encoding="utf-8").splitlines()
-    rows = []
+    rows, silent = [], ""
     for number, text in enumerate(lines, 1):
+        where = f"{path}, line {number}"
         try:
             line = json.loads(text)
-            load, seconds = load_of(line), max(line["elapsed"])
-            context = "context" in line
+            load, seconds, ranks = load_of(line), max(line["elapsed"]), len(line["decodes"])
+            sms = line["decode_sms"] if line["overlap"] else None
+            if load is not None and any(load.loads) and seconds > 0:
+                rows.append(IterationRow(load, seconds, bool(line["overlap"]), sms))
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines):
                 break  # the instance was ended while it wrote
-            raise LogError(f"{path}, line {number}: not an iteration ({error!r})") from None
-        if not context:
-            raise LogError(f"{path}, line {number}: does not say the decodes' context; an older instance wrote it")
-        if len(line["decodes"]) != num_ranks:
-            raise LogError(f"{path} is of {len(line['decodes'])} ranks, the profile of {num_ranks}")
-        if load is not None and any(load.loads) and seconds > 0:
-            rows.append(IterationRow(load, seconds, line["overlap"], line["decode_sms"] if line["overlap"] else None))
+            raise LogError(f"{where}: not an iteration ({error!r})") from None
+        if ranks != num_ranks:
+            raise LogError(f"{path} is of {ranks} ranks, the profile of {num_ranks}")
+        if "context" not in line:
+            silent = f"{where}: does not say the decodes' context; an older instance wrote it"
+    if silent:
+        raise LogError(silent)
+    if not rows:
+        raise LogError(f"{path}: no iteration in it; has the server served anything?")
     return rows

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
+from conflux_ray.heap import freeze
 from conflux_ray.logs import configure as configure_logs
 from conflux_ray.metrics.ray_export import RayExporter
 from conflux_ray.serving.directory import Directory
@@ -52,6 +53,7 @@ class Ingress:
         self._front_end = await build_front_end(self._options, self._open_directory(), ingress_id)
         self._exporter = RayExporter(self._front_end.metrics.store)
         self._exporter.start()
+        freeze()
         return self._front_end.app
 
     def check_health(self) -> None:

@@ -100,6 +100,28 @@ def test_an_iteration_had_ended_when_the_next_one_began() -> None:
     assert found["gaps"]["seconds"]["workers late"] == pytest.approx(0.0, abs=1e-6)
 
 
+def test_chunks_of_one_allocation_belong_together_whatever_their_bounds() -> None:
+    both = {"chunks": [chunk(0, 100), chunk(0, 100)], "allocations": [7, 8]}
+    lines = [
+        line(0, 0.0, 0.1, **both),
+        line(1, 0.1, 0.1, chunks=[chunk(100, 150)], allocations=[8]),
+        line(2, 0.2, 0.1, chunks=[chunk(100, 220)], allocations=[7]),
+    ]
+    assert prompts(iterations(*lines)) == [Prompt(220, (0, 2)), Prompt(150, (0, 1))]
+
+
+def test_a_request_s_chunks_begin_after_it_arrived() -> None:
+    # Without allocations, two chains of the same length that end together: the one that began before is another's.
+    lines = [line(k, 0.1 * k, 0.1) for k in range(6)]
+    lines[0]["chunks"], lines[4]["chunks"] = [chunk(0, 60)], [chunk(0, 60)]
+    lines[5]["chunks"] = [chunk(60, 100), chunk(60, 100)]
+    record = Record(0, 0.35, 100, 1, (0.6,))
+    point = Point(1.0, 0, (record,), 0, Slo(0.1, 0.1), Lag(0, 0, 0, 0), epoch=EPOCH)
+    (found,) = misses(iterations(*lines), point)
+    assert found["waited"] == pytest.approx(0.05, abs=1e-6)
+    assert found["chunks"] == 2
+
+
 def test_workers_are_followed_each_by_itself() -> None:
     # In turn one takes 100 and the other 90 ms; no worker waits, and an iteration ends every 95 ms.
     lines = [line(k, 0.0, 0.0, collected=EPOCH + 0.095 * (k + 1), planned=0.095 * k - 0.005) for k in range(40)]

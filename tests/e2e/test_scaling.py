@@ -1,4 +1,4 @@
-"""Instances come under load and go when it is over, and no request notices."""
+"""Instances come under load and go when it is over, and no request notices; two ingresses share them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from conflux_ray.metrics.definitions import OUTPUT_TOKENS
 from conflux_ray.models import store
 from conflux_ray.models.reference import Reference
 from tests.e2e.server import Server, running, wait_for
@@ -46,11 +48,23 @@ class Load:
                 self.statuses.append(repr(error))
 
 
+def tokens_of_ingresses(server: Server) -> dict[str, float]:
+    """Tokens that each ingress gave; a connection reaches one or the other."""
+    served: dict[str, float] = {}
+    for _ in range(20):
+        for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics", timeout=30).text):
+            if f"{family.name}_total" == OUTPUT_TOKENS.name:
+                for sample in family.samples:
+                    served[sample.labels["replica"]] = sample.value
+    return served
+
+
 def test_an_instance_comes_under_load_and_goes_again_and_no_request_notices(tmp_path: Path) -> None:
     changes = {
         # The instance that goes may not wait for its streams: they have to go on at the other one.
         "instance": {"num_replicas": 1, "autoscaling": AUTOSCALING, "drain_timeout_s": 1},
         "model": {"served_model_name": "tiny"},
+        "ingress": {"num_replicas": 2},
     }
     with running(tmp_path, 18400, deployment="two-instances.yaml", **changes) as server:
         assert len(server.all_stats(2)) == 1
@@ -80,5 +94,8 @@ def test_an_instance_comes_under_load_and_goes_again_and_no_request_notices(tmp_
         for stream in finished:
             assert stream.error is None, stream.error
             assert stream.tokens == reference.greedy(stream.body["prompt"], 900)
+        served = tokens_of_ingresses(server)
+        assert len(served) == 2
+        assert min(served.values()) > 0, f"one ingress served everything: {served}"
         assert "moves from instance" in server.log.read_text(errors="replace"), "no stream was under way"
         server.wait_idle()

@@ -124,6 +124,8 @@ def test_the_log_has_a_line_for_every_iteration(tmp_path: Path) -> None:
     assert sum(sum(line["decodes"]) for line in lines) == 49  # the first token is prefill's
     assert [sum(line["context"]) for line in lines if sum(line["decodes"])] == list(range(301, 350))
     assert [line["transfers"] for line in lines].count(1) == 1
+    assert {a for line in lines for a in line["allocations"]} == {lines[0]["allocations"][0]}
+    assert all(len(line["allocations"]) == len(line["chunks"]) for line in lines)
     n = instance.num_ranks
     assert [sum(line["incoming"]) for line in lines if line["transfers"]] == [300 * (n - 1) / n]
     assert all(line["elapsed"] == [0.25, 0.25] and line["planned"] <= line["collected"] for line in lines)

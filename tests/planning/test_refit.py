@@ -108,6 +108,69 @@ def test_one_rank_with_a_barrier_is_no_other_case() -> None:
     assert made.after.mape < 0.5 < made.before.mape
 
 
+def test_with_a_barrier_the_busiest_rank_counts_wherever_it_is() -> None:
+    truth, old = (replace(model, barrier=True) for model in (TRUTH, MEASURED))
+    rows = []
+    for row in served(truth, 1600):
+        load = row.load
+        if not load.chunks:  # nothing on rank 0
+            load = IterationLoad((0, load.decode_tokens[1]), (0, load.decode_context[1]))
+        rows.append(replace(row, load=load, seconds=truth.predict(load, overlap=True, decode_sms=96).seconds))
+    assert refit(old, rows, "refitted").after.mape < 0.5
+
+
+def test_paths_in_turn_end_with_the_rank_that_has_most_of_both() -> None:
+    rows = []
+    for row in served(TRUTH, 1600):
+        load, overlap = row.load, bool(len(rows) % 4 == 1)
+        if load.chunks:  # all of the chunk where the fewer decodes are
+            quiet = min((0, 1), key=lambda rank: load.decode_context[rank])
+            shard = tuple(sum(load.prefill_tokens) * (rank == quiet) for rank in (0, 1))
+            load = replace(load, prefill_tokens=shard, incoming=())
+        sms = 96 if overlap else None
+        rows.append(IterationRow(load, TRUTH.predict(load, overlap=overlap, decode_sms=sms).seconds, overlap, sms))
+    made = refit(
+        replace(MEASURED, gemm=STEPS),
+        [row for row in rows if not (row.overlap and row.load.chunks)]
+        + [row for row in served(TRUTH, 400) if row.load.chunks and not any(row.load.incoming)],
+        "refitted",
+    )
+    assert made.after.mape < 1.0
+
+
+def test_a_setting_that_was_hardly_used_is_not_fitted() -> None:
+    rows = served(replace(TRUTH, contention=(*TRUTH.contention, Contention(1.3, 1.2))), 1600)
+    mixed = [k for k, row in enumerate(rows) if row.load.chunks]
+    for k in mixed[:30]:  # some of them with KV arriving
+        rows[k] = replace(rows[k], decode_sms=None, seconds=0.8 * rows[k].seconds)
+    made = refit(MEASURED, rows, "refitted")
+    assert [c.decode_sms for c in made.latency.contention] == [96]
+    assert made.after.mape < 0.5
+
+
+def test_a_setting_that_the_profile_does_not_know_is_refused() -> None:
+    rows = [replace(row, decode_sms=48) for row in served(TRUTH, 400)]
+    with pytest.raises(ValueError, match="decode_sms=48, which these are; give the profile that was served"):
+        refit(MEASURED, rows, "refitted")
+
+
+def test_iterations_that_are_all_alike_are_refused() -> None:
+    load = IterationLoad((8, 8), (40000, 40000))
+    mixed = replace(load, prefill_tokens=(1000, 1000), chunks=((2000, 4000),))
+    rows = []
+    for k in range(800):
+        seconds = TRUTH.predict(mixed if k % 2 else load, overlap=True, decode_sms=96).seconds
+        rows.append(IterationRow(mixed if k % 2 else load, seconds, True, 96))
+    with pytest.raises(FitRefusedError, match="too alike"):
+        refit(MEASURED, rows, "refitted")
+
+
+def test_an_instance_that_never_overlapped_teaches_nothing_of_overlap() -> None:
+    rows = [replace(row, overlap=False, decode_sms=None) for row in served(TRUTH, 800)]
+    with pytest.raises(FitRefusedError, match="with decodes beside prefill"):
+        refit(MEASURED, rows, "refitted")
+
+
 @pytest.mark.parametrize("kind", [0, 1])
 def test_too_few_iterations_of_a_kind_are_refused(kind: int) -> None:
     rows = served(TRUTH, 400)

@@ -75,6 +75,11 @@ def test_what_is_no_such_log_is_refused_by_name(tmp_path: Path) -> None:
         served_rows(written(tmp_path, {"step": 1}, LINE), 2)
     with pytest.raises(LogError, match="is of 2 ranks, the profile of 4"):
         served_rows(written(tmp_path, LINE), 4)
+    with pytest.raises(LogError, match="no iteration in it"):
+        served_rows(written(tmp_path), 2)
+    partial = {name: value for name, value in LINE.items() if name != "overlap"}
+    with pytest.raises(LogError, match=r"line 1: not an iteration .*overlap"):
+        served_rows(written(tmp_path, partial, LINE), 2)
     silent = {name: value for name, value in LINE.items() if name != "context"}
     with pytest.raises(LogError, match="context"):
         served_rows(written(tmp_path, silent), 2)
@@ -97,6 +102,30 @@ def test_a_profile_is_refitted_to_logs_and_judged_by_them(tmp_path: Path, capsys
     assert report["overall"]["count"] == 1200
     assert set(report["by_kind"]) == {"decode", "mixed overlap"}
     assert report["overall"]["mape"] < 0.5
+
+
+def test_refitting_again_names_one_refit_and_overwrites_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    old = tmp_path / "some.h200.sp2.json"
+    Profile(MEASURED, True, "model", "2 x GPU").save(old)
+    log = written(tmp_path, *as_lines(served(TRUTH, 1200)))
+    before = old.read_text()
+    assert command.main(["--refit", str(old), "--log", str(log), "--date", "2026-12-01"]) == 0
+    new = tmp_path / "some.h200.sp2.served.json"
+    assert command.main(["--refit", str(new), "--log", str(log), "--date", "2026-12-02", "--out", "again.json"]) == 0
+    assert old.read_text() == before
+    assert Profile.load(tmp_path / "again.json").latency.name == "measured:served:2026-12-02"
+
+
+def test_what_cannot_be_read_or_judged_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = tmp_path / "old.json"
+    Profile(MEASURED, True, "model", "2 x GPU").save(profile)
+    unknown = written(tmp_path, LINE | {"decode_sms": 48})
+    for log, words in ((tmp_path / "none.jsonl", "none.jsonl"), (unknown, "give the profile that was served")):
+        assert command.main(["--evaluate", str(profile), "--log", str(log)]) == 1
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["--refit some", "--log a.jsonl", "--model m --log a.jsonl", "--model m --refit p"])

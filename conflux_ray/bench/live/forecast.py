@@ -118,6 +118,15 @@ def _predict(hardware: Hardware, gpus: int, load: Load, task: tuple[Contender, f
     return predict(contender, hardware, gpus, load, rate, seed, overrun=overrun)
 
 
+def _where(one: Forecast, goal: float) -> str:
+    """The crossing in words, beyond the rates too."""
+    crossing = one.crossing(goal)
+    if crossing is not None:
+        return f"{crossing:.2f}"
+    lowest, highest = min(one.attained), max(one.attained)
+    return f"> {highest:g}" if one.pooled(highest) >= goal else f"< {lowest:g}"
+
+
 def forecast_table(found: Sequence[Forecast], goal: float) -> str:
     """Attainment by rate, with the range of the seeds, and where it falls through the goal."""
     rates = sorted({rate for one in found for rate in one.attained})
@@ -128,7 +137,6 @@ def forecast_table(found: Sequence[Forecast], goal: float) -> str:
             shares = [100 * share for share, _ in one.attained.get(rate, ())]
             many = f" [{min(shares):.1f}, {max(shares):.1f}]" if len(shares) > 1 else ""
             cells.append(f"{100 * one.pooled(rate):.1f}{many}" if shares else "-")
-        crossing = one.crossing(goal)
-        rows.append([one.name, *cells, one.error or ("-" if crossing is None else f"{crossing:.2f}")])
+        rows.append([one.name, *cells, one.error or _where(one, goal)])
     header = ("Attained, % [seeds], at", *(f"{rate:g}" for rate in rates), f"{goal:.0%} at, requests/s")
     return markdown(header, rows, left=1)

@@ -10,8 +10,9 @@ lies between the last end of one and the first beginning of the next, when no de
     workers late    from the plan, or from the end of the iteration before if that came later, until the workers began
 
 With the points of `bench serve` or `bench compare`, whose times the log's clock shares, also which requests broke a
-promise, and what they waited for. The log does not name requests: one is found by its prompt's chunks, which begin at
-0, continue where the last one ended, and complete its prompt when its first token comes.
+promise, and what they waited for. The log does not name requests: one is found by its prompt's chunks, which belong to
+one allocation, begin after its arrival and complete its prompt when its first token comes. Logs without allocations:
+chunks begin at 0 and continue where the last one ended.
 
 Units: seconds, tokens.
 """
@@ -44,6 +45,8 @@ LEAST_GAP = 1e-5
 """Seconds; the log has microseconds, and less is none."""
 GAP_EDGES = (0.0, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0, float("inf"))
 """Of the histogram of gaps, seconds."""
+CLOCKS = 0.005
+"""Seconds that the client's clock and the log's may be apart."""
 MATCH_SECONDS = 1.0
 """Most time between the end of a prompt's last chunk and its first token at the client."""
 
@@ -63,6 +66,9 @@ class Iteration:
         chunks: (first token, end, tokens of each rank).
         pending: requests with prompt tokens left after it.
         load: for a latency model; None where the log says too little.
+        overlap: whether the attention paths ran beside each other.
+        decode_sms: the partition if they did.
+        allocations: of the chunks; none: the log does not say them.
         ends: on each worker's device, seconds since the epoch; none: when the results had come.
     """
 
@@ -76,6 +82,9 @@ class Iteration:
     chunks: tuple[tuple[int, int, tuple[int, ...]], ...]
     pending: int
     load: IterationLoad | None = None
+    overlap: bool = True
+    decode_sms: int | None = None
+    allocations: tuple[int, ...] = ()
     ends: tuple[float, ...] = ()
 
     @classmethod
@@ -91,6 +100,9 @@ class Iteration:
             tuple((start, end, tuple(ranks)) for start, end, ranks in values["chunks"]),
             values["pending"],
             load_of(values),
+            values["overlap"],
+            values["decode_sms"] if values["overlap"] else None,
+            tuple(values.get("allocations", ())),
         )
 
     @property
@@ -139,6 +151,7 @@ def against(iterations: Sequence[Iteration], model: LatencyModel) -> dict[str, d
     Raises:
         LogError: the log does not say the decodes' context of any, or is of another number of ranks.
     """
+    settings = {contention.decode_sms for contention in model.contention}
     found: dict[str, list[float]] = {}
     for iteration in iterations:
         load = iteration.load
@@ -146,7 +159,11 @@ def against(iterations: Sequence[Iteration], model: LatencyModel) -> dict[str, d
             continue
         if len(load.decode_tokens) != model.num_ranks:
             raise LogError(f"the log is of {len(load.decode_tokens)} ranks, {model.name} of {model.num_ranks}")
-        found.setdefault(iteration.kind, []).append(iteration.elapsed / model.predict(load).seconds)
+        known = iteration.decode_sms in settings
+        how: dict[str, Any] = {}  # a way that the model does not know: the fastest of those it does
+        if known or not iteration.overlap:
+            how = {"overlap": iteration.overlap, "decode_sms": iteration.decode_sms}
+        found.setdefault(iteration.kind, []).append(iteration.elapsed / model.predict(load, **how).seconds)
     if not found:
         raise LogError("the log does not say the decodes' context; it cannot be held against a profile")
     return {kind: _percentiles(ratios, 5, 50, 95) for kind, ratios in found.items()}
@@ -318,8 +335,10 @@ class Prompt:
 
 
 def prompts(iterations: Sequence[Iteration]) -> list[Prompt]:
-    """Chains of chunks; of two that could be continued by a chunk, the older one is. Chains without an end are left out
-    by whoever looks for their length."""
+    """Chains of chunks; of two that could be continued by a chunk, the older one is, where the log does not say which.
+    Chains without an end are left out by whoever looks for their length."""
+    if any(iteration.allocations for iteration in iterations):
+        return _allocated(iterations)
     chains: dict[int, list[list[int]]] = defaultdict(list)  # by the token that comes next
     for place, iteration in enumerate(iterations):
         continued = []
@@ -329,6 +348,16 @@ def prompts(iterations: Sequence[Iteration]) -> list[Prompt]:
         for end, chain in continued:  # after all: a chunk continues none of its own iteration
             chains[end].append(chain)
     return [Prompt(end, tuple(chain)) for end, waiting in chains.items() for chain in waiting]
+
+
+def _allocated(iterations: Sequence[Iteration]) -> list[Prompt]:
+    places: dict[int, list[int]] = {}
+    ends: dict[int, int] = {}
+    for place, iteration in enumerate(iterations):
+        for allocation, (_, end, _) in zip(iteration.allocations, iteration.chunks, strict=True):
+            places.setdefault(allocation, []).append(place)
+            ends[allocation] = end
+    return [Prompt(ends[allocation], tuple(chain)) for allocation, chain in places.items()]
 
 
 def misses(iterations: Sequence[Iteration], point: Point) -> list[dict[str, Any]]:
@@ -354,6 +383,7 @@ class _Finder:
     def __init__(self, iterations: Sequence[Iteration], epoch: float) -> None:
         self.iterations = iterations
         self.ends = np.array([i.collected for i in iterations]) - epoch
+        self.begins = np.array([i.began for i in iterations]) - epoch
         self._by_length: dict[int, list[Prompt]] = defaultdict(list)
         for prompt in prompts(iterations):
             self._by_length[prompt.tokens].append(prompt)
@@ -365,8 +395,9 @@ class _Finder:
         late = [
             (record.times[0] - self.ends[prompt.iterations[-1]], prompt)
             for prompt in self._by_length[record.prompt_tokens]
+            if self.begins[prompt.iterations[0]] >= record.arrival - CLOCKS
         ]
-        fitting = [entry for entry in late if -0.005 <= entry[0] <= MATCH_SECONDS]
+        fitting = [entry for entry in late if -CLOCKS <= entry[0] <= MATCH_SECONDS]
         return min(fitting, key=lambda entry: entry[0])[1] if fitting else None
 
     def until(self, time: float) -> int:
