@@ -55,7 +55,8 @@ def tokens_of_ingresses(server: Server) -> dict[str, float]:
         for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics", timeout=30).text):
             if f"{family.name}_total" == OUTPUT_TOKENS.name:
                 for sample in family.samples:
-                    served[sample.labels["replica"]] = sample.value
+                    if sample.name == OUTPUT_TOKENS.name:
+                        served[sample.labels["replica"]] = sample.value
     return served
 
 

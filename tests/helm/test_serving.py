@@ -45,11 +45,10 @@ def test_the_two_gpu_values_serve_what_the_deployment_of_that_name_does() -> Non
         for key, value in values.items()
         if ours[section][key] != value
     }
-    # What a cluster adds: more instances, time to download, two front ends, keys.
+    # What a cluster adds: more instances, time to download, keys.
     assert differing == {
         "instance.autoscaling",
         "instance.start_timeout_s",
-        "ingress.num_replicas",
         "ingress.api_key_file",
     }
 
