@@ -294,7 +294,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="simulate iterations with prefill so many times as long; * and ? match in names",
     )
     parser.add_argument(
-        "--forecast", metavar="GPU", help="measure nothing; simulate the contenders on GPUs of this name, say H200"
+        "--forecast",
+        metavar="GPU",
+        help="measure nothing; simulate the contenders on --gpus (1) of this name, say H200",
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes of --forecast")
     parser.add_argument("--no-simulation", action="store_true", help="leave the simulator's column empty")

@@ -496,12 +496,12 @@ def _mape(model: LatencyModel, rows: Sequence[IterationRow]) -> float:
 
 def _calibrate_as(model: LatencyModel, rows: Sequence[IterationRow], host_known: bool) -> LatencyModel:
     if not host_known:
-        model = _fit_rest(model, [r for r in rows if not _mixed(r) or not r.overlap])
+        model = _fit_rest(model, [r for r in rows if not is_mixed(r) or not r.overlap])
     settings = sorted(
-        {r.decode_sms for r in rows if _mixed(r) and r.overlap}, key=lambda sms: (sms is not None, sms or 0)
+        {r.decode_sms for r in rows if is_mixed(r) and r.overlap}, key=lambda sms: (sms is not None, sms or 0)
     )
     contention = tuple(
-        _fit_contention(model, sms, [r for r in rows if _mixed(r) and r.overlap and r.decode_sms == sms])
+        _fit_contention(model, sms, [r for r in rows if is_mixed(r) and r.overlap and r.decode_sms == sms])
         for sms in settings
     )
     model = replace(model, contention=contention)
@@ -509,7 +509,8 @@ def _calibrate_as(model: LatencyModel, rows: Sequence[IterationRow], host_known:
     return fit_moving(model, moving) if moving else model
 
 
-def _mixed(row: IterationRow) -> bool:
+def is_mixed(row: IterationRow) -> bool:
+    """Whether decodes and prefill meet in it."""
     return bool(any(row.load.decode_tokens) and any(row.load.prefill_tokens))
 
 

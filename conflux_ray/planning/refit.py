@@ -3,9 +3,9 @@
 A profile is measured on made-up batches. Real ones come with other power draw, clocks and neighbours, and at the sizes
 that the planner likes. So coefficients that iterations of a serving instance can tell are fitted to them, and the rest
 stays: f_GEMM anew, one factor each for the prefill and the decode path, gamma of each overlap setting that was used,
-and how long KV transfers take and show.
-alpha and beta are 1 then: what they would be is in those factors. Settings that were not used, or hardly, are left
-out of the new model: they were measured under another f_GEMM, and would look better or worse than they are.
+and how long KV transfers take and show. alpha and beta are 1 then: what they would be is in those factors. Settings
+that were not used, or hardly, are left out of the new model: they were measured under another f_GEMM, and would look
+better or worse than they are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +27,11 @@ from conflux_ray.planning.fitting import (
     IterationRow,
     evaluate,
     fit_moving,
+    is_mixed,
     robust_least_squares,
     standalone_parts,
 )
-from conflux_ray.planning.latency_model import Contention, GemmCurve, LatencyModel
+from conflux_ray.planning.latency_model import NOTHING, Contention, GemmCurve, LatencyModel
 from conflux_ray.planning.profile import FitError
 
 LEAST_ROWS = 100
@@ -118,8 +118,7 @@ def check_settings(model: LatencyModel, rows: Sequence[IterationRow]) -> None:
 
 def _setting(row: IterationRow) -> Setting | None:
     """How attention ran; None where there was but one path."""
-    mixed = any(row.load.decode_tokens) and any(row.load.prefill_tokens)
-    return (row.overlap, row.decode_sms if row.overlap else None) if mixed else None
+    return (row.overlap, row.decode_sms if row.overlap else None) if is_mixed(row) else None
 
 
 def _critical(model: LatencyModel, row: IterationRow) -> tuple[float, float, float]:
@@ -136,9 +135,10 @@ def _critical(model: LatencyModel, row: IterationRow) -> tuple[float, float, flo
 
 def _fit(model: LatencyModel, rows: Sequence[IterationRow]) -> LatencyModel:
     columns = _Columns.of(model, rows)
-    straight, bent = (columns.with_knots(knots) for knots in _knots(columns.tokens))
-    chosen = straight if straight.cross_validated() <= SIMPLER * bent.cross_validated() + 1e-9 else bent
-    shares = chosen.shares()
+    forms = [columns.with_knots(knots) for knots in _knots(columns.tokens)]
+    straight, bent = ((form, form.shares()) for form in forms)
+    errors = [form.cross_validated(shares) for form, shares in (straight, bent)]
+    chosen, shares = straight if errors[0] <= SIMPLER * errors[1] + 1e-9 else bent
     solution = chosen.solve(shares, np.ones(len(rows), dtype=bool))
     seconds = np.cumsum(solution[: len(chosen.knots)]) / model.num_layers
     prefill, decode = (float(factor) for factor in solution[-2:])
@@ -151,7 +151,7 @@ def _fit(model: LatencyModel, rows: Sequence[IterationRow]) -> LatencyModel:
     return replace(
         model,
         gemm=_curve(chosen.knots, seconds),
-        all_reduce=replace(model.all_reduce, slope=0.0, intercept=0.0),  # f_GEMM has it
+        all_reduce=NOTHING,  # f_GEMM has it
         prefill=model.prefill.scaled(prefill),
         comm=model.comm.scaled(prefill),
         decode=model.decode.scaled(decode),
@@ -236,16 +236,15 @@ class _Columns:
             found[setting] = min(_SHARES, key=lambda share: self._error({**found, setting: share}, everything, mine))
         return found
 
-    def cross_validated(self) -> float:
+    def cross_validated(self, shares: dict[Setting, float]) -> float:
         """Mean absolute relative error of blocks that were left out of the fit."""
-        shares = self.shares()
         block = np.arange(len(self.rest)) // BLOCK
         folds = [block % FOLDS == fold for fold in range(FOLDS)]
         return float(
             np.mean([self._error(shares, ~out, out) for out in folds if out.any() and (~out).sum() > MIN_POINTS])
         )
 
-    def _error(self, shares: Any, fitted: NDArray[np.bool_], judged: NDArray[np.bool_]) -> float:
+    def _error(self, shares: dict[Setting, float], fitted: NDArray[np.bool_], judged: NDArray[np.bool_]) -> float:
         solution = self.solve(shares, fitted)
         return float(np.abs(self._matrix(shares)[judged] @ solution - (self.rest * self.weight)[judged]).mean())
 
