@@ -24,10 +24,9 @@ class IterationLog:
     `planned`, `planning`: when the plan was made, and how long that took. `predicted`: by the latency model with its
     online correction, null without one. `collected`: when the results had come. `elapsed`: on the device of each
     worker. `decodes`: of each rank; `context`: their tokens. `chunks`: first token, end, and tokens of each rank;
-    `allocations`: of the chunks, one number a request while it prefills.
-    `overlap`, `decode_sms`: how attention ran. `transfers`: begun; `incoming`: tokens whose KV they bring to each rank
-    from the others, as the latency model counts them. `pending`: requests with prompt tokens left after
-    it; `resident`: decodes.
+    `allocations`: of the chunks, one number a request while it prefills. `overlap`, `decode_sms`: how attention ran.
+    `transfers`: begun; `incoming`: tokens whose KV they bring to each rank from the others, as the latency model counts
+    them. `pending`: requests with prompt tokens left after it; `resident`: decodes.
 
     A file that can no longer be written ends the log, not the serving.
 
