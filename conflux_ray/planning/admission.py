@@ -37,7 +37,7 @@ def moore_hodgson(
     """Which requests are admitted.
 
     Args:
-        remaining: m_i, tokens, in order of (priority, deadline).
+        remaining: m_i, tokens as `capacity` counts them, in order of (priority, deadline).
         capacity: K_i, tokens; not decreasing within a priority class.
         priority: the class of each request, not decreasing; None if there is only one.
 

@@ -176,7 +176,7 @@ class Dispatcher:
         self.room = max_tokens
         nothing = [0] * len(decode_tokens)
         most_decodes = max(decode_tokens)
-        alone = estimator.seconds(most_decodes, 0, 0.0)
+        self._alone = alone = estimator.seconds(most_decodes, 0, 0.0)
         self._decode_tokens = decode_tokens
         self._fewest_decodes = min(decode_tokens)
         self._free_level = estimator.model.free_level
@@ -212,6 +212,16 @@ class Dispatcher:
         # A candidate's attention only adds, and A_p only grows.
         self._ceiling = level + self.quantum
         return min(self.capacity(level), self.room)
+
+    def tokens_per_pair(self, budget: int) -> float:
+        """How many tokens of the budget, which leaves attention out, take as long as one token pair of attention.
+
+        An upper bound: it is as if the attention paths never overlapped.
+
+        Args:
+            budget: B_0, what fits within tau beside the decodes.
+        """
+        return budget * self.estimator.seconds_per_pair / (self.tau - self._alone) if budget else 0.0
 
     def dispatch(self, remaining: int, context: int, limit: int | None = None) -> Assignment | None:
         """The largest TBT-safe chunk of a request (lines 2-7).

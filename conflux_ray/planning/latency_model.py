@@ -477,6 +477,11 @@ class IterationEstimator:
         self._transfer_exposed = model.transfer_exposed
         self._num_layers = model.num_layers
 
+    @property
+    def seconds_per_pair(self) -> float:
+        """Time of one more token pair of prefill attention in all layers, seconds of an iteration (Eqs. 6, 9)."""
+        return self._per_pair * self._num_layers
+
     def prefill_path(self, shard: float, work: float) -> float:
         """T_P (Eq. 6), seconds a layer: `shard` tokens on the rank with most, `work` token pairs over all ranks."""
         if not shard:

@@ -24,14 +24,19 @@ T = TypeVar("T")
 class Queue:
     """The pending prefills R as columns; one that not every order reads is built when it is first read.
 
+    Args:
+        pending: R.
+        tokens_per_pair: what a token pair of prefill attention costs, in tokens of the budget (`Dispatcher`).
+
     Attributes:
         deadline: d_i, seconds.
         due: the deadline, or the arrival of a request that has none, seconds: overdue requests go in its order.
         one_class: whether all requests have the same priority.
     """
 
-    def __init__(self, pending: Sequence[PendingPrefill]) -> None:
+    def __init__(self, pending: Sequence[PendingPrefill], tokens_per_pair: float = 0.0) -> None:
         self.pending = pending
+        self.tokens_per_pair = tokens_per_pair
         self.deadline = [request.deadline for request in pending]
         self.due = self.deadline
         if not sum(self.deadline) < inf:  # some term is infinite; `max` takes three times as long
@@ -51,6 +56,21 @@ class Queue:
     def remaining(self) -> list[int]:
         """m_i, tokens."""
         return [request.remaining for request in self.pending]
+
+    @cached_property
+    def cost(self) -> list[int]:
+        """m_i with its prefill attention, as tokens of a budget that leaves attention out.
+
+        B_0 counts tokens as if they attended to nothing. In a long prompt attention adds half as much again, and one
+        admitted by its length alone takes the time of others and is late itself.
+        """
+        if not self.tokens_per_pair:
+            return self.remaining
+        half_pairs = max(1, round(2 / self.tokens_per_pair))  # whole numbers: half the time of floats
+        return [
+            m + m * (2 * request.computed_tokens + m + 1) // half_pairs
+            for m, request in zip(self.remaining, self.pending, strict=True)
+        ]
 
     def sort(self, *keys: Column) -> Sequence[int]:
         """Indices ordered by priority, then `keys`, the most significant first, equal ones by request id."""
@@ -115,11 +135,11 @@ def slo(queue: Queue, budget: int, now: float, tau: float) -> Order:
     by_deadline = queue.sort(queue.deadline)
     capacity = capacity_before(ordered(queue.deadline, by_deadline), budget, now, tau)
     classes = None if queue.one_class else ordered(queue.priority, by_deadline)
-    admitted = moore_hodgson(ordered(queue.remaining, by_deadline), capacity, classes)
+    admitted = moore_hodgson(ordered(queue.cost, by_deadline), capacity, classes)
 
     def shortest_first() -> Iterator[int]:
         rejected = compress(by_deadline, map(not_, admitted))
-        yield from queue.by_class(sorted(rejected, key=queue.remaining.__getitem__))
+        yield from queue.by_class(sorted(rejected, key=queue.cost.__getitem__))
 
     return Order(chain(compress(by_deadline, admitted), shortest_first()), rejected=admitted.count(False))
 

@@ -146,7 +146,7 @@ class Scheduler:
         budget = step.dispatcher.budget()
         if not pending:
             return step.decision(budget, 0)
-        queue = Queue(pending)
+        queue = Queue(pending, step.dispatcher.tokens_per_pair(budget))
         order = self._order(queue, budget, now, step.tau)
         lead = queue.longest_overdue(now, self.params.starvation_after) if order.overtakes else None
         for index in _leading(lead, order):

@@ -242,3 +242,13 @@ def test_the_budget_grows_with_tau(decodes, taus):
     model = per_token_model(len(decodes), comm=Affine(MS / 4, MS))
     small, large = (dispatcher(model, decodes, tau=t * MS).budget() for t in sorted(taus))
     assert 0 <= small <= large
+
+
+def test_attention_is_counted_in_tokens_of_the_budget():
+    # 2 decodes a rank take 2 ms of 12, and leave room for 10 tokens a rank: 20 tokens in 10 ms, 0.5 ms each.
+    # A pair takes 0.25 ms over the two ranks' shares, so half a token.
+    model = per_token_model(prefill=Affine(0.5 * MS))
+    pool = dispatcher(model, [2, 2], 12 * MS)
+    assert pool.budget() == 20
+    assert pool.tokens_per_pair(20) == pytest.approx(0.5)
+    assert dispatcher(model, [13, 13], 12 * MS).tokens_per_pair(0) == 0.0

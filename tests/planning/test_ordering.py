@@ -27,6 +27,21 @@ def test_slo_takes_the_admitted_by_deadline_then_the_rejected_shortest_first():
     assert [pending[i].request_id for i in order.indices] == ["soon", "late", "long", "longer"]
 
 
+def test_admission_counts_the_attention_of_long_prompts():
+    # 1000 tokens are 1000 * 1001 / 2 = 500 500 pairs, so 500 more at 0.001 a pair; 100 behind 9900 computed ones are
+    # 995 050 pairs. By length alone all three would fit in the 1600 tokens before the last deadline.
+    pending = [
+        request("short", 100, deadline=1.0),
+        request("whole", 1000, deadline=1.55),
+        request("rest", 10_000, computed_tokens=9_900, deadline=1.6),
+    ]
+    assert Queue(pending, 0.001).cost == [105, 1500, 1095]
+    assert Queue(pending).cost == [100, 1000, 100]
+    order = ORDERS["slo"](Queue(pending, 0.001), 100, 0.0, 0.1)
+    assert ([pending[i].request_id for i in order.indices], order.rejected) == (["short", "rest", "whole"], 1)
+    assert names("slo", pending) == ["short", "whole", "rest"]
+
+
 def test_fcfs_goes_by_arrival_and_srpt_by_what_remains():
     pending = [
         request("b", 10, arrival=2.0),
