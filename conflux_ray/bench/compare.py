@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,22 +84,33 @@ class Comparison:
         """Everything, or as much as there is time for."""
         for contender in self._contenders:
             self._check(contender)
-        for seed in range(self._args.first_seed, self._args.first_seed + self._args.repeats):
-            order = self._contenders if seed % 2 == 0 else self._contenders[::-1]
-            for contender in order:
-                rates = [r for r in self._rates(contender) if self._store.get(contender.name, r, seed) is None]
-                if not rates:
-                    continue
-                before = self._about(contender).get("start_seconds", START_SECONDS) + 2 * self._args.warm_seconds
-                if not self._time_for(before + self._load.seconds_needed(rates[0], seed)):
-                    return
-                try:
-                    self._serve(contender, rates, seed)
-                except ServerError as error:
-                    self.complete = False
-                    _say(f"{contender.name}: {error}")
-                finally:
-                    _keep_log(self._store.folder / "logs", contender.name, seed)
+        for contender, points in self._rounds():
+            missing = [(r, seed) for r, seed in points if self._store.get(contender.name, r, seed) is None]
+            if not missing:
+                continue
+            before = self._about(contender).get("start_seconds", START_SECONDS) + 2 * self._args.warm_seconds
+            if not self._time_for(before + self._load.seconds_needed(*missing[0])):
+                return
+            try:
+                self._serve(contender, missing)
+            except ServerError as error:
+                self.complete = False
+                _say(f"{contender.name}: {error}")
+            finally:
+                _keep_log(self._store.folder / "logs", contender.name, missing[0][1])
+
+    def _rounds(self) -> Iterator[tuple[Contender, list[tuple[float, int]]]]:
+        """Contenders in the order of their starts, each with the (rate, seed) of its points.
+
+        Repeats go round the contenders, every second time backwards; one that is alone keeps its server for all.
+        """
+        seeds = range(self._args.first_seed, self._args.first_seed + self._args.repeats)
+        if len(self._contenders) == 1:
+            yield self._contenders[0], [(r, seed) for seed in seeds for r in self._rates(self._contenders[0])]
+            return
+        for seed in seeds:
+            for contender in self._contenders if seed % 2 == 0 else self._contenders[::-1]:
+                yield contender, [(r, seed) for r in self._rates(contender)]
 
     def _rates(self, contender: Contender) -> Sequence[float]:
         return contender.rates or self._args.rates
@@ -130,11 +141,13 @@ class Comparison:
                 f"name, or choose another --out"
             )
 
-    def _serve(self, contender: Contender, rates: Sequence[float], seed: int) -> None:
+    def _serve(self, contender: Contender, points: Sequence[tuple[float, int]]) -> None:
+        """Start it and measure `points`, (rate, seed) each."""
         folder = self._store.folder / "logs"
         started = launches(contender, self._site, folder)
         _say(f"{contender.name}: starting")
-        with running(Servers(started, folder, f"{contender.name}-seed-{seed}", self._site.device)) as servers:
+        name = f"{contender.name}-seed-{points[0][1]}"
+        with running(Servers(started, folder, name, self._site.device)) as servers:
             took = servers.start(self._args.start_seconds)
             _say(f"{contender.name}: answers after {took:.0f} s")
             about = {
@@ -149,8 +162,8 @@ class Comparison:
             }
             write_json(self._path(contender), about)
             target = Target(servers.urls, self._site.model, None, contender.prompt_priority)
-            self._warm(target, max(rates))
-            for rate in rates:
+            self._warm(target, max(rate for rate, _ in points))
+            for rate, seed in points:
                 if not self._time_for(self._load.seconds_needed(rate, seed)):
                     return
                 _say(f"{contender.name}, {rate:g} requests/s, seed {seed}: {self._load.seconds:g} s of arrivals")

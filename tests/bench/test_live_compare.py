@@ -313,9 +313,16 @@ def test_two_servers_are_compared_and_nothing_is_measured_twice(
     assert "another conflux-slo (budget=2048 -> 4096)" in capsys.readouterr().err
     assert compare.main([*words[:2], *words[4:], "--minutes", "0.01", "--only", "conflux-fcfs"]) == 1
     assert started == ["vllm-2x", "conflux-slo"]
+    # Alone, a contender keeps its server for all seeds; with others it is started again for each.
+    contenders.write_text(yaml.safe_dump(rows))
+    assert compare.main([*words, "--only", "vllm*", "--repeats", "3"]) == 0
+    assert started == ["vllm-2x", "conflux-slo", "vllm-2x"]
+    report = json.loads((out / "report.json").read_text())
+    assert [p["seed"] for p in report["contenders"][1]["points"]] == [0, 1, 2]
+    assert compare.main([*words, "--repeats", "3"]) == 0
+    assert started == ["vllm-2x", "conflux-slo", "vllm-2x", "conflux-slo", "conflux-slo"]
     # A report can be made on another machine than the one that measured.
     monkeypatch.setattr(compare, "find_gpus", lambda: [{"name": "another GPU"}])
-    contenders.write_text(yaml.safe_dump(rows))
     assert compare.main([*words, "--report"]) == 0
     assert "another GPU" not in (out / "report.md").read_text()
 
