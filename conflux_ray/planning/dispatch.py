@@ -216,12 +216,14 @@ class Dispatcher:
     def tokens_per_pair(self, budget: int) -> float:
         """How many tokens of the budget, which leaves attention out, take as long as one token pair of attention.
 
-        An upper bound: it is as if the attention paths never overlapped.
+        As if the attention paths never overlapped, and the budget took at least half of tau: where decodes leave next
+        to nothing, a few tokens may cost no time at all, and no prompt would be short enough.
 
         Args:
             budget: B_0, what fits within tau beside the decodes.
         """
-        return budget * self.estimator.seconds_per_pair / (self.tau - self._alone) if budget else 0.0
+        spare = max(self.tau - self._alone, self.tau / 2)
+        return budget * self.estimator.seconds_per_pair / spare
 
     def dispatch(self, remaining: int, context: int, limit: int | None = None) -> Assignment | None:
         """The largest TBT-safe chunk of a request (lines 2-7).
