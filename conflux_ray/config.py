@@ -187,6 +187,9 @@ class SchedulerConfig(_Section):
         0.8, ge=0, le=1, description="eta: KV utilization at which placement turns to best-fit."
     )
     kv_headroom_blocks: int = Field(4, ge=0, description="h: blocks that placement leaves free on a rank.")
+    deadline_margin_s: float = Field(
+        0.05, ge=0, description="So much before its deadline a request is to have its first token, if it is admitted."
+    )
     starvation_after_s: float = Field(30.0, ge=0, description="A request this far past its deadline goes first.")
     starvation_quantum: int = Field(
         128, ge=1, description="Tokens that the longest overdue request gets in every step."

@@ -36,6 +36,7 @@ def make_policy(config: ConfluxConfig, geometry: ModelGeometry, machine: str) ->
         max_decodes=instance.max_num_seqs,
         max_prefill_tokens=scheduler.max_prefill_tokens,
         idle_tau=config.slo.tbt_s,
+        deadline_margin=scheduler.deadline_margin_s,
         starvation_after=scheduler.starvation_after_s,
         starvation_quantum=scheduler.starvation_quantum,
     )

@@ -129,7 +129,7 @@ def slo(queue: Queue, budget: int, now: float, tau: float) -> Order:
     Args:
         queue: R.
         budget: B_0, tokens.
-        now: t, seconds.
+        now: t, seconds, by which deadlines are judged.
         tau: seconds.
     """
     by_deadline = queue.sort(queue.deadline)

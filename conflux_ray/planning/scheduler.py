@@ -45,6 +45,9 @@ class SchedulerParams:
         max_decodes: most resident decodes of one rank.
         max_prefill_tokens: most prefill tokens of one iteration, over all ranks.
         idle_tau: tau while no decode is resident, seconds.
+        deadline_margin: seconds before its deadline by which an admitted request is to have its token. Iterations that
+            run over, prompts that complete and decode from then on, and the way to the client come out of it; without
+            one, what is admitted last is late by milliseconds.
         starvation_after: seconds past its deadline after which a request is overdue.
         starvation_quantum: tokens that the longest overdue request gets in every step.
         starvation_share: share of B_0 that it may take where that is more, 0..1.
@@ -59,6 +62,7 @@ class SchedulerParams:
     max_decodes: int = 256
     max_prefill_tokens: int = 16384
     idle_tau: float = 0.1
+    deadline_margin: float = 0.05
     starvation_after: float = 30.0
     starvation_quantum: int = 128
     starvation_share: float = 0.1
@@ -67,7 +71,7 @@ class SchedulerParams:
         for name in ("quantum", "max_decodes", "max_prefill_tokens", "starvation_quantum"):
             if getattr(self, name) < 1:
                 raise ValueError(f"scheduler {name}={getattr(self, name)} must be at least 1")
-        for name in ("headroom", "starvation_after"):
+        for name in ("headroom", "deadline_margin", "starvation_after"):
             if getattr(self, name) < 0:
                 raise ValueError(f"scheduler {name}={getattr(self, name)} must not be negative")
         for name in ("eta", "starvation_share"):
@@ -147,7 +151,7 @@ class Scheduler:
         if not pending:
             return step.decision(budget, 0)
         queue = Queue(pending, step.dispatcher.tokens_per_pair(budget))
-        order = self._order(queue, budget, now, step.tau)
+        order = self._order(queue, budget, now + self.params.deadline_margin, step.tau)
         lead = queue.longest_overdue(now, self.params.starvation_after) if order.overtakes else None
         for index in _leading(lead, order):
             request = pending[index]

@@ -242,6 +242,15 @@ def test_deadlines_in_the_past_are_served_shortest_first():
     assert [c.request_id for c in decision.chunks] == ["short", "long"]
 
 
+def test_what_would_be_on_time_by_less_than_the_margin_is_not_admitted():
+    # 200 tokens an iteration of 0.1 s: 400 end in the second one, at 0.2 s.
+    pending = [request("tight", 400, deadline=0.24), request("other", 10, deadline=5.0)]
+    for margin, rejected, first in ((0.03, 0, "tight"), (0.05, 1, "other")):
+        s = scheduler(params=replace(PARAMS, deadline_margin=margin))
+        decision = s.schedule(pending, resident(0, 0), roomy_kv(), 0.0)
+        assert (decision.rejected, decision.chunks[0].request_id) == (rejected, first)
+
+
 def test_a_rejected_request_is_served_within_the_stated_bound():
     # Every step brings a request that takes the whole budget and can meet its deadline; `lost` never can.
     s = scheduler(params=replace(PARAMS, starvation_after=1.0, starvation_quantum=16))
