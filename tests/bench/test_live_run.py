@@ -13,7 +13,7 @@ import pytest
 
 from conflux_ray.bench import serve
 from conflux_ray.bench.live.client import CUT, UNDECIDED, Board, Endpoint, Job, Report, Sent, Target
-from conflux_ray.bench.live.point import Load, Point, record_of, run_point
+from conflux_ray.bench.live.point import Load, Point, record_of, run_point, unfinished
 from conflux_ray.bench.live.score import Lag, Record
 from conflux_ray.bench.live.search import OutOfTimeError, search
 from conflux_ray.bench.live.store import Store, StoreError
@@ -223,7 +223,7 @@ def test_a_server_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.Capt
     assert "give --vocab-size" in errors
 
 
-def test_what_was_cut_undecided_makes_a_point_invalid() -> None:
+def test_what_was_cut_undecided_is_missed_and_makes_a_point_invalid_if_it_is_much() -> None:
     async def answer(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         await asyncio.Event().wait()
 
@@ -240,3 +240,7 @@ def test_what_was_cut_undecided_makes_a_point_invalid() -> None:
     jobs = [Job(0, 0.0, 5, 2)]
     cut = record_of([Report([Sent(jobs[0], 0, 0.0, Reply(error=UNDECIDED))], [])], jobs, 0.0)
     assert not cut[0].compliant(PATIENT)
+    whole = [replace(cut[0], fault=None)]
+    assert unfinished([*cut, *whole * 199], "drained") is None
+    assert "2 requests were cut" in (unfinished([*cut * 2, *whole * 198], "drained") or "")
+    assert unfinished(cut * 2, "certain miss") is None
