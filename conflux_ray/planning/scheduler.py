@@ -50,7 +50,7 @@ class SchedulerParams:
             one, what is admitted last is late by milliseconds.
         starvation_after: seconds past its deadline after which a request is overdue.
         starvation_quantum: tokens that the longest overdue request gets in every step.
-        starvation_share: share of B_0 that it may take where that is more, 0..1.
+        starvation_share: share of B_0 that it may take where that is more, 0..1; it is what on-time requests pay.
 
     Raises:
         ValueError: a parameter is out of range.
@@ -65,7 +65,7 @@ class SchedulerParams:
     deadline_margin: float = 0.05
     starvation_after: float = 30.0
     starvation_quantum: int = 128
-    starvation_share: float = 0.1
+    starvation_share: float = 0.03
 
     def __post_init__(self) -> None:
         for name in ("quantum", "max_decodes", "max_prefill_tokens", "starvation_quantum"):
