@@ -188,7 +188,10 @@ class SchedulerConfig(_Section):
     )
     kv_headroom_blocks: int = Field(4, ge=0, description="h: blocks that placement leaves free on a rank.")
     deadline_margin_s: float = Field(
-        0.05, ge=0, description="So much before its deadline a request is to have its first token, if it is admitted."
+        0.05,
+        ge=0,
+        description="Admission plans to have a first token so long before its deadline; promises nearer than this and "
+        "a TBT count as lost.",
     )
     starvation_after_s: float = Field(30.0, ge=0, description="A request this far past its deadline goes first.")
     starvation_quantum: int = Field(

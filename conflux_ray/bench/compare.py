@@ -84,7 +84,7 @@ class Comparison:
         """Everything, or as much as there is time for."""
         for contender in self._contenders:
             self._check(contender)
-        for contender, points in self._rounds():
+        for contender, points in self.rounds():
             missing = [(r, seed) for r, seed in points if self._store.get(contender.name, r, seed) is None]
             if not missing:
                 continue
@@ -99,14 +99,16 @@ class Comparison:
             finally:
                 _keep_log(self._store.folder / "logs", contender.name, missing[0][1])
 
-    def _rounds(self) -> Iterator[tuple[Contender, list[tuple[float, int]]]]:
+    def rounds(self) -> Iterator[tuple[Contender, list[tuple[float, int]]]]:
         """Contenders in the order of their starts, each with the (rate, seed) of its points.
 
         Repeats go round the contenders, every second time backwards; one that is alone keeps its server for all.
         """
         seeds = range(self._args.first_seed, self._args.first_seed + self._args.repeats)
         if len(self._contenders) == 1:
-            yield self._contenders[0], [(r, seed) for seed in seeds for r in self._rates(self._contenders[0])]
+            alone = self._contenders[0]
+            for first in seeds:  # what its server leaves when it fails, the next one goes on with
+                yield alone, [(r, seed) for seed in seeds if seed >= first for r in self._rates(alone)]
             return
         for seed in seeds:
             for contender in self._contenders if seed % 2 == 0 else self._contenders[::-1]:

@@ -131,6 +131,21 @@ def largest_within(
     return low
 
 
+def tokens_per_pair(estimator: IterationEstimator, budget: int, tau: float, alone: float) -> float:
+    """How many tokens of the budget, which leaves attention out, take as long as one token pair of attention.
+
+    As if the attention paths never overlapped, and the budget took at least half of tau: where decodes leave next to
+    nothing, a few tokens may cost no time at all, and no prompt would be short enough.
+
+    Args:
+        estimator: the latency model with the resident decodes filled in.
+        budget: B_0, tokens.
+        tau: seconds of an iteration.
+        alone: of one without prefill.
+    """
+    return budget * estimator.seconds_per_pair / max(tau - alone, tau / 2)
+
+
 @dataclass(slots=True)
 class Assignment:
     """A chunk's assignment A_i, and what A_p would be with it.
@@ -214,16 +229,8 @@ class Dispatcher:
         return min(self.capacity(level), self.room)
 
     def tokens_per_pair(self, budget: int) -> float:
-        """How many tokens of the budget, which leaves attention out, take as long as one token pair of attention.
-
-        As if the attention paths never overlapped, and the budget took at least half of tau: where decodes leave next
-        to nothing, a few tokens may cost no time at all, and no prompt would be short enough.
-
-        Args:
-            budget: B_0, what fits within tau beside the decodes.
-        """
-        spare = max(self.tau - self._alone, self.tau / 2)
-        return budget * self.estimator.seconds_per_pair / spare
+        """`tokens_per_pair` of B_0, what fits within tau beside the decodes."""
+        return tokens_per_pair(self.estimator, budget, self.tau, self._alone)
 
     def dispatch(self, remaining: int, context: int, limit: int | None = None) -> Assignment | None:
         """The largest TBT-safe chunk of a request (lines 2-7).

@@ -479,7 +479,10 @@ class IterationEstimator:
 
     @property
     def seconds_per_pair(self) -> float:
-        """Time of one more token pair of prefill attention in all layers, seconds of an iteration (Eqs. 6, 9)."""
+        """Time of one more token pair of prefill attention in all layers, seconds of an iteration (Eqs. 6, 9).
+
+        Of a curve that bends it is that beyond the last bend.
+        """
         return self._per_pair * self._num_layers
 
     def prefill_path(self, shard: float, work: float) -> float:

@@ -124,7 +124,7 @@ class Order:
 
 
 def slo(queue: Queue, budget: int, now: float, tau: float) -> Order:
-    """Algorithm 1: those that Moore-Hodgson admits by deadline, then the rejected, shortest first.
+    """Algorithm 1: those that Moore-Hodgson admits by deadline, then the rejected, least work first.
 
     Args:
         queue: R.
@@ -137,11 +137,11 @@ def slo(queue: Queue, budget: int, now: float, tau: float) -> Order:
     classes = None if queue.one_class else ordered(queue.priority, by_deadline)
     admitted = moore_hodgson(ordered(queue.cost, by_deadline), capacity, classes)
 
-    def shortest_first() -> Iterator[int]:
+    def least_work_first() -> Iterator[int]:
         rejected = compress(by_deadline, map(not_, admitted))
         yield from queue.by_class(sorted(rejected, key=queue.cost.__getitem__))
 
-    return Order(chain(compress(by_deadline, admitted), shortest_first()), rejected=admitted.count(False))
+    return Order(chain(compress(by_deadline, admitted), least_work_first()), rejected=admitted.count(False))
 
 
 def fcfs(queue: Queue, budget: int, now: float, tau: float) -> Order:

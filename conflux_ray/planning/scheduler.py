@@ -12,7 +12,7 @@ What the paper leaves open, and what is done here:
   One that does not go first is passed over, and the requests behind it use the budget.
 * A request whose prefill blocks cannot be reserved closes the door for other *new* requests in that step, while
   requests that already hold blocks go on. So nothing smaller takes the memory that a larger request waits for: among
-  admitted ones the order is a promise, and behind it, shortest first, the later ones need no less memory anyway.
+  admitted ones the order is a promise, and behind it, least work first, later new ones need no less memory anyway.
 * Starvation. A request is *overdue* `starvation_after` seconds past its deadline. In every step the longest overdue
   request goes first, with at least min(m_i, `starvation_quantum`) tokens, even beyond tau (flagged), and at most
   `starvation_share` of B_0 where that is more, so that a queue full of lost requests does not take on-time ones with

@@ -6,6 +6,7 @@ import json
 import socket
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
@@ -389,3 +390,17 @@ def test_the_report_has_live_beside_simulated_with_the_error() -> None:
 )
 def test_the_live_servers_kv_memory_is_read_from_its_log(log: str, tokens: int | None) -> None:
     assert kv_tokens_in(log) == tokens
+
+
+def test_a_lone_contender_whose_server_fails_is_started_again_for_the_next_seed() -> None:
+    args = Namespace(first_seed=3, repeats=2, rates=[1.0, 2.0], minutes=None)
+    alone = compare.Comparison(None, None, None, [Contender("a", "vllm", "fcfs")], args)  # type: ignore[arg-type]
+    assert [points for _, points in alone.rounds()] == [[(1.0, 3), (2.0, 3), (1.0, 4), (2.0, 4)], [(1.0, 4), (2.0, 4)]]
+    contenders = [Contender("a", "vllm", "fcfs"), Contender("b", "vllm", "fcfs", rates=(5.0,))]
+    both = compare.Comparison(None, None, None, contenders, args)  # type: ignore[arg-type]
+    assert [(c.name, points) for c, points in both.rounds()] == [
+        ("b", [(5.0, 3)]),
+        ("a", [(1.0, 3), (2.0, 3)]),
+        ("a", [(1.0, 4), (2.0, 4)]),
+        ("b", [(5.0, 4)]),
+    ]

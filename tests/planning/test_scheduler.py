@@ -10,7 +10,7 @@ import pytest
 
 from conflux_ray.planning.correction import Correction
 from conflux_ray.planning.interface import DecodeState, KVState, ResidentDecode
-from conflux_ray.planning.latency_model import Affine, IterationLoad
+from conflux_ray.planning.latency_model import Affine, GemmCurve, IterationLoad
 from conflux_ray.planning.ordering import ORDERS
 from conflux_ray.planning.scheduler import Scheduler, SchedulerParams
 from tests.planning.assignments import random_model
@@ -242,6 +242,25 @@ def test_deadlines_in_the_past_are_served_shortest_first():
     assert [c.request_id for c in decision.chunks] == ["short", "long"]
 
 
+def test_what_only_its_attention_makes_late_is_not_admitted():
+    # 100 tokens a rank in 0.1 s; a pair costs 0.005 ms over both ranks, 0.01 of a token. 380 tokens are 72 390 pairs.
+    pending = [request("long", 380, deadline=0.3), request("short", 10, deadline=5.0)]
+    free = scheduler().schedule(pending, resident(0, 0), roomy_kv(), 0.0)
+    assert (free.rejected, free.chunks[0].request_id) == (0, "long")
+    s = scheduler(prefill=Affine(0.01 * MS))
+    decision = s.schedule(pending, resident(0, 0), roomy_kv(), 0.0)
+    assert (decision.rejected, decision.chunks[0].request_id) == (1, "short")
+
+
+def test_an_overdue_request_takes_three_percent_of_the_budget():
+    params = SchedulerParams(quantum=1, headroom=0, idle_tau=0.1, starvation_after=1.0)
+    s = Scheduler(per_token_model(gemm=GemmCurve.affine(0.01 * MS, 0.0)), "slo", params)
+    pending = [request("lost", 50_000, deadline=0.0), request("fresh", 50_000, deadline=9.0)]
+    decision = s.schedule(pending, resident(0, 0), roomy_kv(), 5.0)
+    assert decision.budget == params.max_prefill_tokens == 16384
+    assert lengths(decision) == {"lost": 491, "fresh": 16384 - 491}
+
+
 def test_what_would_be_on_time_by_less_than_the_margin_is_not_admitted():
     # 200 tokens an iteration of 0.1 s: 400 end in the second one, at 0.2 s.
     pending = [request("tight", 400, deadline=0.24), request("other", 10, deadline=5.0)]
@@ -333,7 +352,19 @@ def test_an_unknown_policy_is_refused_with_the_known_ones():
         Scheduler(per_token_model(), "lifo")
 
 
-@pytest.mark.parametrize("field", ["quantum", "max_decodes", "idle_tau", "headroom", "eta"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        "quantum",
+        "max_decodes",
+        "idle_tau",
+        "headroom",
+        "eta",
+        "deadline_margin",
+        "starvation_after",
+        "starvation_share",
+    ],
+)
 def test_parameters_out_of_range_are_named(field):
     with pytest.raises(ValueError, match=field):
         SchedulerParams(**{field: -1})

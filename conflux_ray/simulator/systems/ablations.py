@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from conflux_ray.planning.dispatch import ensure_token
+from conflux_ray.planning.dispatch import ensure_token, tokens_per_pair
 from conflux_ray.planning.interface import Decision, DecodeState, KVState, PendingPrefill, PrefillChunk
 from conflux_ray.planning.latency_model import IterationEstimator, LatencyModel, chunk_work
 from conflux_ray.planning.ordering import ORDERS, Queue
@@ -116,7 +116,8 @@ class EvenDispatch:
 
         reference = PendingPrefill("", 0.0, 0.0, total_tokens=room)
         budget = most(reference, room)
-        order = self._order(Queue(pending), budget, now, tau)
+        pair = tokens_per_pair(estimator, budget, tau, seconds(prefill, 0.0, incoming))
+        order = self._order(Queue(pending, pair), budget, now + params.deadline_margin, tau)
         chunks: list[PrefillChunk] = []
         placements: dict[str, int] = {}
         closed = False
