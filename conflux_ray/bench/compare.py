@@ -79,13 +79,14 @@ class Comparison:
         self._args = args
         self._deadline = time.monotonic() + 60 * args.minutes if args.minutes else None
         self.complete = True
+        self._measured: set[tuple[str, float, int]] = set()
 
     def run(self) -> None:
         """Everything, or as much as there is time for."""
         for contender in self._contenders:
             self._check(contender)
         for contender, points in self.rounds():
-            missing = [(r, seed) for r, seed in points if self._store.get(contender.name, r, seed) is None]
+            missing = [point for point in points if self._is_missing(contender.name, *point)]
             if not missing:
                 continue
             before = self._about(contender).get("start_seconds", START_SECONDS) + 2 * self._args.warm_seconds
@@ -98,6 +99,10 @@ class Comparison:
                 _say(f"{contender.name}: {error}")
             finally:
                 _keep_log(self._store.folder / "logs", contender.name, missing[0][1])
+
+    def _is_missing(self, name: str, rate: float, seed: int) -> bool:
+        """Whether it is to be measured; one that turned out invalid is left to the next call."""
+        return (name, rate, seed) not in self._measured and self._store.get(name, rate, seed) is None
 
     def rounds(self) -> Iterator[tuple[Contender, list[tuple[float, int]]]]:
         """Contenders in the order of their starts, each with the (rate, seed) of its points.
@@ -173,6 +178,7 @@ class Comparison:
                 if not servers.alive():
                     raise ServerError(f"ended while it was measured at {rate:g} requests/s; see {servers.logs[0]}")
                 self._store.put(contender.name, point)
+                self._measured.add((contender.name, rate, seed))
                 if point.invalid:
                     self.complete = False
                 _say(f"  {point.attainment:.1%} attained; {point.invalid or state(point)}")

@@ -322,6 +322,10 @@ def test_two_servers_are_compared_and_nothing_is_measured_twice(
     assert [p["seed"] for p in report["contenders"][1]["points"]] == [0, 1, 2]
     assert compare.main([*words, "--repeats", "3"]) == 0
     assert started == ["vllm-2x", "conflux-slo", "vllm-2x", "conflux-slo", "conflux-slo"]
+    # What turns out invalid is left to the next call.
+    lagging = [*words, "--only", "vllm*", "--first-seed", "5", "--repeats", "2", "--max-lag", "1e-9"]
+    assert compare.main(lagging) == 1
+    assert len(started) == 6
     # A report can be made on another machine than the one that measured.
     monkeypatch.setattr(compare, "find_gpus", lambda: [{"name": "another GPU"}])
     assert compare.main([*words, "--report"]) == 0

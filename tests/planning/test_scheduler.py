@@ -362,6 +362,7 @@ def test_an_unknown_policy_is_refused_with_the_known_ones():
         "eta",
         "deadline_margin",
         "starvation_after",
+        "starvation_quantum",
         "starvation_share",
     ],
 )
