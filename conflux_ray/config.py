@@ -205,7 +205,7 @@ class LimitsConfig(_Section):
     max_queued_requests: int = Field(1024, ge=1, description="Of one instance; beyond, requests are rejected with 429.")
     max_requests_per_ingress: int = Field(4096, ge=1)
     reject_hopeless: bool = Field(
-        False, description="Answer 429 at once where the queued work leaves no way to meet a request's TTFT."
+        False, description="Answer 429 at once where what is served before a request leaves no way to meet its TTFT."
     )
     max_body_bytes: int = Field(16 << 20, ge=1024)
     no_instance_timeout_s: float = Field(

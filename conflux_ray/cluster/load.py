@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from conflux_ray.execution.engine import Engine, Timing
+from conflux_ray.planning.interface import PendingPrefill
 from conflux_ray.planning.scheduler import Scheduler
 from conflux_ray.wire import LoadReport
 
@@ -33,10 +34,18 @@ class LoadMeter:
         if latest.prefill_tokens and latest.measured > 0:
             self._measured_rate += _WEIGHT * (latest.prefill_tokens / latest.measured - self._measured_rate)
 
-    def can_meet(self, seconds: float, prompt_tokens: int) -> bool:
-        """Whether a new request could have its first token within `seconds`, behind all that is queued now."""
-        load = self.report()
-        return load.queued_work_s + prompt_tokens / load.capacity <= seconds
+    def can_meet(self, request: PendingPrefill, now: float) -> bool:
+        """Whether a request that the engine does not have yet could have its first token by its deadline.
+
+        With a latency model, behind what the policy serves before it; without one, behind all that is queued.
+        """
+        engine = self._engine
+        if isinstance(engine.policy, Scheduler):
+            wait = engine.policy.wait_of(request, engine.described(), engine.residents, now)
+        else:
+            load = self.report()
+            wait = load.queued_work_s + request.remaining / load.capacity
+        return now + wait <= request.deadline
 
     def report(self, draining: bool = False, closing: bool = False) -> LoadReport:
         """The present load; see `LoadReport` for the arguments."""

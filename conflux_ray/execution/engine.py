@@ -215,6 +215,10 @@ class Engine:
         """Requests with prompt tokens left to schedule."""
         return self._pending.values()
 
+    def described(self) -> list[PendingPrefill]:
+        """`pending` as the policy sees it."""
+        return [self._describe(r) for r in self._pending.values()]
+
     # Planning an iteration
 
     def plan(self, now: float) -> IterationPlan | None:
@@ -227,7 +231,7 @@ class Engine:
             self._to_poison += self.kv.drain_freed()
         decodes, growths, resident, stepped = self._step_decodes()
         decision = self.policy.schedule(
-            [self._describe(r) for r in self._pending.values()],
+            self.described(),
             resident,
             KVState(*self.kv.snapshot()),
             now,

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 
 from conflux_ray.planning.correction import Correction
 from conflux_ray.planning.dispatch import Assignment, Dispatcher, ensure_token
@@ -139,6 +139,26 @@ class Scheduler:
             return 0.0
         alone = self.model.given(decodes.tokens, decodes.context).seconds(max(decodes.tokens), 0, 0.0)
         return alone * self.decode_correction.factor
+
+    def wait_of(
+        self, request: PendingPrefill, pending: Sequence[PendingPrefill], decodes: DecodeState, now: float
+    ) -> float:
+        """Expected seconds from `now` until `request`, which is not among `pending`, has its next token.
+
+        Its own work and that of all which goes before it in this policy's order, attention counted, at `prefill_rate`,
+        and an iteration of the decodes. KV memory and overdue requests are left out.
+
+        Raises:
+            ValueError: `decodes` has another number of ranks than the latency model.
+        """
+        step = self._step(decodes, KVState(1, [0] * decodes.num_ranks))
+        budget = max(step.dispatcher.budget(), self.params.starvation_quantum)
+        queue = Queue([*pending, request], step.dispatcher.tokens_per_pair(budget))
+        newcomer = len(pending)
+        order = self._order(queue, budget, now + self.params.deadline_margin, step.tau)
+        before = takewhile(lambda index: index != newcomer, order.indices)
+        work = sum(queue.cost[index] for index in before) + queue.cost[newcomer]
+        return work / budget * step.tau + self.decode_seconds(decodes)
 
     def schedule(self, pending: Sequence[PendingPrefill], decodes: DecodeState, kv: KVState, now: float) -> Decision:
         """Plan one iteration (Algorithm 1).

@@ -10,7 +10,7 @@ from conflux_ray.execution.loop import LEAST_PATIENCE, PATIENCE, IterationLoop
 from conflux_ray.execution.plan import WorkerResult
 from conflux_ray.execution.request import Request
 from conflux_ray.kv import KVGeometry
-from conflux_ray.planning.interface import DecodeState
+from conflux_ray.planning.interface import DecodeState, PendingPrefill
 from conflux_ray.planning.plain import PlainPolicy
 from conflux_ray.planning.scheduler import Scheduler, SchedulerParams
 from conflux_ray.wire import Sampling, Slo
@@ -31,6 +31,11 @@ def engine(policy=None) -> Engine:
 
 def add(engine: Engine, name: str, tokens: int) -> None:
     engine.add(Request(name, 0, [1] * tokens, Sampling(max_tokens=50, temperature=0.0), Slo(1.0, TBT), arrival=0.0))
+
+
+def newcomer(tokens: int, seconds: float, priority: int = 0) -> PendingPrefill:
+    """A request that came at 7.0 and is to be answered in `seconds`."""
+    return PendingPrefill("new", 7.0, 7.0 + seconds, tokens, priority=priority)
 
 
 def run_one(engine: Engine, now: float = 0.0) -> None:
@@ -89,11 +94,33 @@ def test_a_request_can_be_met_if_it_and_what_is_queued_before_it_fit_its_time() 
     instance = engine()
     meter = LoadMeter(instance)
     rate = meter.report().capacity
-    assert meter.can_meet(1.01 * 100 / rate, 100)
-    assert not meter.can_meet(0.99 * 100 / rate, 100)
+    assert meter.can_meet(newcomer(100, 1.01 * 100 / rate), now=7.0)
+    assert not meter.can_meet(newcomer(100, 0.99 * 100 / rate), now=7.0)
     add(instance, "before", 300)
-    assert not meter.can_meet(1.01 * 100 / rate, 100)
-    assert meter.can_meet(1.01 * 400 / rate, 100)
+    assert not meter.can_meet(newcomer(100, 1.01 * 100 / rate), now=7.0)
+    assert meter.can_meet(newcomer(100, 1.01 * 400 / rate), now=7.0)
+    assert meter.can_meet(newcomer(100, 1.01 * 100 / rate, priority=-1), now=7.0)
+
+
+def test_without_a_latency_model_a_request_waits_for_all_that_is_queued() -> None:
+    instance = engine(PlainPolicy(64, 8))
+    meter = LoadMeter(instance)
+    rate = meter.report().capacity
+    add(instance, "before", 300)
+    assert not meter.can_meet(newcomer(100, 0.99 * 400 / rate, priority=-1), now=7.0)
+    assert meter.can_meet(newcomer(100, 1.01 * 400 / rate), now=7.0)
+
+
+def test_resident_decodes_count_for_a_new_request() -> None:
+    instance = engine()
+    meter = LoadMeter(instance)
+    rate = meter.report().capacity
+    assert meter.can_meet(newcomer(100, 1.01 * 100 / rate), now=7.0)
+    for name in "abcdef":
+        add(instance, name, 20)
+    while any(True for _ in instance.pending):
+        run_one(instance)
+    assert not meter.can_meet(newcomer(100, 1.01 * 100 / rate), now=7.0)
 
 
 class Deaf:

@@ -270,6 +270,32 @@ def test_what_would_be_on_time_by_less_than_the_margin_is_not_admitted():
         assert (decision.rejected, decision.chunks[0].request_id) == (rejected, first)
 
 
+@pytest.mark.parametrize(
+    ("policy", "seconds"),
+    # 200 tokens every 0.1 s. The lost one has 5000 tokens, the one on time 300, the new one 100.
+    [("slo", 0.05), ("fcfs", 2.7), ("srpt", 0.05)],
+)
+def test_a_newcomer_waits_for_what_its_policy_serves_before_it(policy, seconds):
+    pending = [
+        request("lost", 5000, deadline=1.0, arrival=0.0),
+        request("on time", 300, deadline=4.0, arrival=0.5),
+    ]
+    new = request("new", 100, deadline=2.0, arrival=1.0)
+    assert scheduler(policy=policy).wait_of(new, pending, resident(0, 0), 1.0) == pytest.approx(seconds)
+
+
+def test_a_newcomer_that_cannot_be_on_time_waits_behind_those_that_can():
+    pending = [request("on time", 300, deadline=4.0), request("later", 100, deadline=5.0)]
+    new = request("new", 500, deadline=1.2, arrival=1.0)
+    assert scheduler().wait_of(new, pending, resident(0, 0), 1.0) == pytest.approx(0.45)
+
+
+def test_an_urgent_newcomer_waits_for_its_own_class_alone():
+    pending = [request("usual", 300, deadline=1.5), request("urgent", 40, deadline=9.0, priority=-1)]
+    new = request("new", 60, deadline=9.5, arrival=1.0, priority=-1)
+    assert scheduler().wait_of(new, pending, resident(0, 0), 1.0) == pytest.approx(0.05)
+
+
 def test_a_rejected_request_is_served_within_the_stated_bound():
     # Every step brings a request that takes the whole budget and can meet its deadline; `lost` never can.
     s = scheduler(params=replace(PARAMS, starvation_after=1.0, starvation_quantum=16))
