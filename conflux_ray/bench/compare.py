@@ -1,8 +1,9 @@
 """`conflux bench compare`: several servers on one machine, one after the other, by the same requests.
 
-Every contender gets the same weights, length, memory share and promises, no prefix cache, and at each rate and seed the
-same requests at the same times. Repeats go round the contenders, every second one backwards, so that what drifts meets
-all alike. Points that the folder has are not measured again: what one call has no time for the next goes on with.
+Every contender gets the same weights, length, memory share and promises, and at each rate and seed the same requests at
+the same times; none has a prefix cache, and `--prefix-cache` adds every vLLM with its own. Repeats go round the
+contenders, every second one backwards, so that what drifts meets all alike. Points that the folder has are not measured
+again: what one call has no time for the next goes on with.
 """
 
 from __future__ import annotations
@@ -295,6 +296,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--budgets", type=int, nargs="+", default=[2048, 4096], help="token budgets of vLLM")
     parser.add_argument("--conflux-budget", type=int, default=8192, help="most prefill tokens of a Conflux iteration")
     parser.add_argument(
+        "--prefix-cache", action="store_true", help="vLLM also with its prefix cache, which Conflux has none of"
+    )
+    parser.add_argument(
         "--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="more of Conflux's deployment args (YAML)"
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="contenders by name; * and ? match")
@@ -353,7 +357,7 @@ def _contenders(args: argparse.Namespace, site: Site) -> list[Contender]:
     if args.contenders:
         found = read(args.contenders)
     else:
-        found = standard(site.gpus, site.device, args.budgets, args.conflux_budget)
+        found = standard(site.gpus, site.device, args.budgets, args.conflux_budget, args.prefix_cache)
     more = _set(args.set)
     if more:
         found = [

@@ -81,6 +81,40 @@ def test_the_standard_contenders_have_every_vllm_at_every_budget() -> None:
     assert [c.name for c in standard(2, "cpu", [2048], 8192)] == ["conflux-slo", "conflux-fcfs"]
 
 
+def test_with_the_prefix_cache_every_vllm_is_there_with_and_without(tmp_path: Path) -> None:
+    found = standard(1, "cuda", [2048], 8192, prefix_cache=True)
+    assert [c.name for c in found] == [
+        *("conflux-slo", "conflux-fcfs", "vllm-tp1-2048", "vllm-tp1-priority-2048"),
+        *("vllm-tp1-2048-cached", "vllm-tp1-priority-2048-cached"),
+    ]
+    for contender in found[2:]:
+        (launch,) = launches(contender, replace(GPUS, gpus=1), tmp_path)
+        cached = contender.name.endswith("-cached")
+        assert ("--enable-prefix-caching" in launch.command) == cached
+        assert ("--no-enable-prefix-caching" in launch.command) != cached
+        assert contender.to_json().get("prefix_cache", False) == cached
+    with pytest.raises(ContenderError, match="c: Conflux has no prefix cache"):
+        Contender("c", "conflux", "slo", prefix_cache=True)
+
+
+def test_a_cache_is_simulated_for_who_has_one(tmp_path: Path) -> None:
+    # Each prompt is the same 24 blocks of 512 tokens, every 0.2 s: twice what one GPU can compute.
+    rows = [
+        {"timestamp": 200 * i, "input_length": 12_288, "output_length": 2, "hash_ids": list(range(24))}
+        for i in range(200)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    load = Load(Workload.from_file(path, 32768), Slo(), seconds=20.0)
+    hardware = hardware_of("qwen3-14b-shape", [{"name": "NVIDIA H200"}])
+    assert hardware is not None
+    attained = {
+        cache: predict(Contender("v", "vllm", "fcfs", prefix_cache=cache), hardware, 1, load, 5.0, 0)["attainment"]
+        for cache in (False, True)
+    }
+    assert attained[False] < 0.5 < attained[True] == 1.0
+
+
 def test_vllms_command_says_what_all_have_in_common_and_what_it_alone_has(tmp_path: Path) -> None:
     contender = Contender("v", "vllm", "priority", 2, 1, 4096, flags=("--max-num-seqs", "256"))
     (launch,) = launches(contender, GPUS, tmp_path)
@@ -119,7 +153,7 @@ def test_vllm_knows_every_flag(tmp_path: Path) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = make_arg_parser(FlexibleArgumentParser())
-    for contender in standard(2, "cuda", [2048], 8192):
+    for contender in standard(2, "cuda", [2048], 8192, prefix_cache=True):
         if contender.kind == "vllm":
             for launch in launches(contender, GPUS, tmp_path):
                 words = list(launch.command)
@@ -127,7 +161,7 @@ def test_vllm_knows_every_flag(tmp_path: Path) -> None:
                 validate_parsed_serve_args(args)
                 assert args.scheduling_policy == contender.policy
                 assert args.max_num_batched_tokens == 2048
-                assert args.enable_prefix_caching is False
+                assert args.enable_prefix_caching is contender.prefix_cache
 
 
 def test_a_conflux_contender_is_a_deployment_of_the_schema() -> None:

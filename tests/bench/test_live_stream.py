@@ -128,20 +128,20 @@ def test_a_request_that_is_cut_says_why() -> None:
     assert ended == [True]
 
 
-def test_prompts_depend_on_seed_and_place_alone_and_share_what_their_blocks_share() -> None:
-    source = PromptSource(vocab_size=100, seed=1, block_tokens=4)
+def test_prompts_depend_on_key_and_place_alone_and_share_what_their_blocks_share() -> None:
+    source = PromptSource(vocab_size=100, key=(1, 5), block_tokens=4)
     assert source.tokens(3, 10) == source.tokens(3, 10)
     assert source.tokens(3, 10) != source.tokens(4, 10)
-    assert PromptSource(100, 2, 4).tokens(3, 10) != source.tokens(3, 10)
+    assert PromptSource(100, (1, 6), 4).tokens(3, 10) != source.tokens(3, 10)
     assert all(3 <= token < 100 for token in source.tokens(5, 1000))
     first, second = source.tokens(0, 10, (7, 8, 9)), source.tokens(1, 11, (7, 8, 10))
     assert first[:8] == second[:8]
     assert first[8:] != second[8:10]
     assert len(source.tokens(2, 6, (7, 8, 9))) == 6  # cut to the model's length
     assert len(source.tokens(2, 20, (7,))) == 20
-    assert PromptSource(100, 1, 4, shared=False).tokens(0, 8, (7, 8)) != first[:8]
+    assert PromptSource(100, (1, 5), 4, shared=False).tokens(0, 8, (7, 8)) != first[:8]
     with pytest.raises(ValueError, match="vocab_size=4"):
-        PromptSource(4, 1)
+        PromptSource(4, (1,))
 
 
 def test_a_request_asks_for_exactly_its_tokens_and_for_their_count() -> None:

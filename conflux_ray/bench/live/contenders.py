@@ -1,7 +1,7 @@
 """The servers of a comparison as data: what each is, how it is started, and what the simulator calls it.
 
-All of them get the same model, length, memory share and no prefix cache. What differs is in a `Contender`: a list of
-them for any number of GPUs is `standard`, another comes from a YAML file (`read`).
+All of them get the same model, length and memory share, and no prefix cache unless they say so. What differs is in a
+`Contender`: a list of them for any number of GPUs is `standard`, another comes from a YAML file (`read`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,7 @@ class Contender:
         tensor_parallel: GPUs of a vLLM server; of one logical rank of Conflux, whose SP degree takes the rest.
         replicas: of vLLM, behind the client's shortest queue.
         budget: tokens of an iteration: vLLM's `--max-num-batched-tokens`, Conflux's `scheduler.max_prefill_tokens`.
+        prefix_cache: of vLLM: automatic prefix caching.
         flags: added to vLLM's command line.
         args: of Conflux: sections of the deployment's args, and the keys to set in each.
         environment: variables to add.
@@ -95,6 +96,7 @@ class Contender:
     tensor_parallel: int = 1
     replicas: int = 1
     budget: int = 2048
+    prefix_cache: bool = False
     flags: tuple[str, ...] = ()
     args: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -112,6 +114,8 @@ class Contender:
             raise ContenderError(f"{self.name}: tensor_parallel, replicas and budget must be at least 1")
         if self.kind == "conflux" and (self.replicas > 1 or self.flags):
             raise ContenderError(f"{self.name}: replicas and flags are vLLM's; set args for Conflux")
+        if self.kind == "conflux" and self.prefix_cache:
+            raise ContenderError(f"{self.name}: Conflux has no prefix cache; leave prefix_cache out")
         if self.kind == "vllm" and self.args:
             raise ContenderError(f"{self.name}: args are Conflux's; set flags for vLLM")
         if any(rate <= 0 for rate in self.rates):
@@ -126,6 +130,8 @@ class Contender:
         """As a JSON object; a difference in it is a different contender. Rates are not part of what it is."""
         values = asdict(self)
         del values["rates"]
+        if not self.prefix_cache:  # as in the folders from before there was one
+            del values["prefix_cache"]
         return values | {"flags": list(self.flags)}
 
 
@@ -181,7 +187,7 @@ def _vllm(contender: Contender, site: Site, number: int) -> Launch:
         *("--tensor-parallel-size", str(contender.tensor_parallel)),
         *("--max-num-batched-tokens", str(contender.budget)),
         *("--scheduling-policy", contender.policy),
-        "--no-enable-prefix-caching",
+        "--enable-prefix-caching" if contender.prefix_cache else "--no-enable-prefix-caching",
         "--disable-uvicorn-access-log",
         *contender.flags,
     ]
@@ -275,7 +281,9 @@ def simulated(contender: Contender, gpus: int) -> tuple[str, dict[str, Any], int
     return f"{system}{suffix}", options, contender.tensor_parallel * contender.replicas
 
 
-def standard(gpus: int, device: str, budgets: Sequence[int], conflux_budget: int) -> list[Contender]:
+def standard(
+    gpus: int, device: str, budgets: Sequence[int], conflux_budget: int, prefix_cache: bool = False
+) -> list[Contender]:
     """The contenders of a machine: Conflux and, on GPUs, vLLM as TP over all, as replicas, FCFS and by priority.
 
     Args:
@@ -283,6 +291,7 @@ def standard(gpus: int, device: str, budgets: Sequence[int], conflux_budget: int
         device: "cuda" or "cpu".
         budgets: token budgets of vLLM, each a contender.
         conflux_budget: most prefill tokens of a Conflux iteration; its scheduler takes fewer to keep the TBT.
+        prefix_cache: whether every vLLM is there twice, without and, its name ending in `-cached`, with its cache.
     """
     found = [Contender(f"conflux-{policy}", "conflux", policy, budget=conflux_budget) for policy in ("slo", "fcfs")]
     if device != "cuda":
@@ -292,6 +301,8 @@ def standard(gpus: int, device: str, budgets: Sequence[int], conflux_budget: int
             found.append(Contender(f"vllm-tp{gpus}{mark}-{budget}", "vllm", policy, gpus, 1, budget))
             if gpus > 1:
                 found.append(Contender(f"vllm-{gpus}x{mark}-{budget}", "vllm", policy, 1, gpus, budget))
+    if prefix_cache:
+        found += [replace(c, name=f"{c.name}-cached", prefix_cache=True) for c in found if c.kind == "vllm"]
     return found
 
 

@@ -105,9 +105,9 @@ class Load:
         ends = [r.arrival + self.slo.ttft + r.output_tokens * self.slo.tbt / 2 for r in self.draw(rate, seed).requests]
         return PREPARATION + min(max(ends), self.seconds + self.slo.ttft + self.drain)
 
-    def prompts(self, seed: int) -> PromptSource:
-        """What makes the prompts of a point."""
-        return PromptSource(self.vocab_size, seed, self.block_tokens, self.shared)
+    def prompts(self, rate: float, seed: int) -> PromptSource:
+        """What makes the prompts of a point; a seed has others at another rate."""
+        return PromptSource(self.vocab_size, (seed, round(1e6 * rate)), self.block_tokens, self.shared)
 
     def describe(self) -> dict[str, Any]:
         """What two points must share to be compared."""
@@ -348,7 +348,7 @@ def run_trace(
             here, there = context.Pipe()
             process = context.Process(
                 target=client_main,
-                args=(number, jobs[number :: load.clients], target, load.prompts(seed), load.slo, board, there),
+                args=(number, jobs[number :: load.clients], target, load.prompts(rate, seed), load.slo, board, there),
                 daemon=True,
             )
             process.start()

@@ -21,6 +21,10 @@ INGRESS = 0.006
 adds*). vLLM's own server is given the same: its way in is the same application without HAProxy, and not measured."""
 EGRESS = 0.0004
 """Seconds that HTTP adds to a later token, from the same table; the way out of every token."""
+CACHED = 0.5
+"""Share of the KV memory that a contender with a prefix cache is taken to remember prompts in.
+
+vLLM's takes what running requests leave."""
 FORMAT = 3
 """Of predictions; those of another are made again."""
 _SHAPES = {
@@ -86,7 +90,8 @@ def predict(
     if kv_tokens is not None:
         hardware = SizedHardware(hardware, kv_tokens)
     try:
-        setup = Setup(system, Deployment(hardware, count, 0.0), load.slo, options, ingress=INGRESS, egress=EGRESS)
+        deployment = Deployment(hardware, count, CACHED if contender.prefix_cache else 0.0)
+        setup = Setup(system, deployment, load.slo, options, ingress=INGRESS, egress=EGRESS)
         outcome = simulate(setup, load.draw(rate, seed), load.warm_up)
     except ValueError as error:
         return {"error": str(error)}

@@ -1,7 +1,8 @@
 """Prompts as token ids: random ones, or ones that share prefixes where the trace's `hash_ids` say so.
 
-The ids of a request depend on a seed and its place in the trace alone, those of a shared block on a seed and the
-block's identity: every server gets the same prompts, in whichever process they are made.
+The ids of a request depend on the point's key and its place in the trace alone, those of a shared block on the key and
+the block's identity: every server gets the same prompts, in whichever process they are made. Two points share none, so
+that what a server's prefix cache remembers of one is of no use in the next.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class PromptSource:
 
     Args:
         vocab_size: ids are below it.
-        seed: of all of them.
+        key: of all of them, none negative.
         block_tokens: prompt tokens that one hash id stands for: 512 in Mooncake's traces.
         shared: whether prompts with equal hash ids get equal tokens.
 
@@ -32,7 +33,7 @@ class PromptSource:
     """
 
     vocab_size: int
-    seed: int
+    key: tuple[int, ...]
     block_tokens: int = 512
     shared: bool = True
 
@@ -52,7 +53,7 @@ class PromptSource:
         return np.concatenate(parts)[:length].tolist()
 
     def _draw(self, kind: int, name: int, count: int) -> np.ndarray:
-        rng = np.random.default_rng([self.seed, kind, name & (1 << 63) - 1])
+        rng = np.random.default_rng([*self.key, kind, name & (1 << 63) - 1])
         return rng.integers(LOWEST_ID, self.vocab_size, count)
 
 
