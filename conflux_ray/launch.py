@@ -46,6 +46,20 @@ def served_names(path: Path) -> list[str]:
         ) from None
 
 
+def tell(names: Sequence[str], drained: bool) -> bool:
+    """Have all instances of these models take no new requests, or take some again.
+
+    Returns:
+        Whether no instance takes requests or has any.
+    """
+    import ray
+
+    from conflux_ray.cluster.registry import registry_handle
+
+    registries = [registry_handle(name) for name in names]
+    return all(ray.get([registry.drain.remote(drained) for registry in registries], timeout=30))
+
+
 def drain(names: Sequence[str], grace: float, wait: Callable[[float], bool]) -> bool:
     """Let the instances of these models take no new requests, and wait until the running ones have ended.
 
@@ -57,14 +71,9 @@ def drain(names: Sequence[str], grace: float, wait: Callable[[float], bool]) -> 
     Returns:
         Whether all requests have ended.
     """
-    import ray
-
-    from conflux_ray.cluster.registry import registry_handle
-
-    registries = [registry_handle(name) for name in names]
     deadline = time.monotonic() + grace
     # Said again each time: a registry that is restarted meanwhile has forgotten it.
-    while not all(ray.get([registry.drain.remote(True) for registry in registries], timeout=30)):
+    while not tell(names, drained=True):
         if time.monotonic() > deadline or wait(_POLL_SECONDS):
             return False
     return True
@@ -78,17 +87,18 @@ def connect() -> None:
 
 
 def drain_main(argv: Sequence[str] | None = None) -> int:
-    """Drain a running server and leave it running.
+    """Drain a running server and leave it running, or, with `--undo`, have it take requests again.
 
     Args:
         argv: command line after `conflux drain`.
 
     Returns:
-        0 when nothing runs any more, 1 when the grace is over before.
+        0 when nothing runs any more, or at once with `--undo`; 1 when the grace is over before.
     """
     parser = argparse.ArgumentParser(prog="conflux drain", description="Take no new requests; wait for the running.")
     parser.add_argument("config", type=Path, help="the deployment YAML that the server runs")
     parser.add_argument("--grace", type=float, default=600.0, help="longest wait, seconds")
+    parser.add_argument("--undo", action="store_true", help="take new requests again, within seconds")
     args = parser.parse_args(argv)
     configure_logs()
     try:
@@ -97,6 +107,9 @@ def drain_main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, ConnectionError) as error:
         print(f"conflux drain: {error}", file=sys.stderr)
         return 1
+    if args.undo:
+        tell(names, drained=False)
+        return 0
 
     def wait(seconds: float) -> bool:
         time.sleep(seconds)

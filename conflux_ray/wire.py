@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class FinishReason(IntEnum):
@@ -239,8 +239,8 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     running: int
     waiting: int
     kv_used_fraction: float
-    draining: bool = False  # takes no new requests
-    closing: bool = False  # nor will any other instance: the deployment is being stopped
+    draining: bool = False  # takes nothing more: this instance goes
+    closing: bool = False  # the deployment is being drained: every instance takes only what an ingress has let in
 
 
 class Outputs(msgspec.Struct, array_like=True, tag="out", gc=False):

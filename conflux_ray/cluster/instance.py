@@ -43,6 +43,7 @@ from conflux_ray.metrics.gpu import GpuSampler
 from conflux_ray.metrics.ingress import SHORT_ID
 from conflux_ray.metrics.instance import InstanceMetrics, MeteredWorkers
 from conflux_ray.metrics.ray_export import RayExporter
+from conflux_ray.planning.interface import PendingPrefill
 from conflux_ray.profiling.machine import machine_slug
 from conflux_ray.vllm_compat.plugin import use_cpu_platform
 from conflux_ray.wire import (
@@ -157,7 +158,7 @@ class Instance:
 
     @property
     def _draining(self) -> bool:
-        """Whether it takes no new requests."""
+        """Whether it goes, or the whole deployment is drained."""
         return self._ending or self._drain
 
     def _progress(self, line: str) -> None:
@@ -199,7 +200,7 @@ class Instance:
 
     def stats(self) -> dict[str, Any]:
         """Counters and load of the engine."""
-        report = self._meter.report(self._draining, self._drain)
+        report = self._meter.report(self._ending, self._drain)
         counters = self._engine.counters
         return {
             "instance_id": self._info.instance_id,
@@ -259,24 +260,19 @@ class Instance:
         messages = self._to_wire(outputs)
         for peer, refusals in rejected.items():
             messages.setdefault(peer, []).extend(refusals)
-        self._load = self._meter.report(self._draining, self._drain)
+        self._load = self._meter.report(self._ending, self._drain)
         self._endpoint.publish(messages, self._load)
         self._metrics.sample(self._load, self._last_progress)
 
     def _add(self, peer: str, message: AddRequest) -> RequestOutput | None:
         limits = self._config.limits
-        if self._draining:
+        if self._ending:  # while the whole deployment is drained, ingresses let nothing new in
             return self._refusal(message, FinishReason.REJECTED, "the instance is draining")
         if len(self._requests) >= limits.max_queued_requests:
             return self._refusal(message, FinishReason.OVERLOADED, "the instance's queue is full")
-        new = not message.output_token_ids
-        if (
-            limits.reject_hopeless
-            and new
-            and not self._meter.can_meet(message.slo.ttft_s - message.age_s, len(message.prompt_token_ids))
-        ):
-            return self._refusal(message, FinishReason.OVERLOADED, "its TTFT cannot be met any more")
         now = self._loop.clock()
+        if limits.reject_hopeless and not message.output_token_ids and not self._can_meet(message, now):
+            return self._refusal(message, FinishReason.OVERLOADED, "its TTFT cannot be met any more")
         key = f"{peer}/{message.request_id}"
         try:
             request = Request(
@@ -294,6 +290,13 @@ class Instance:
             return self._refusal(message, FinishReason.ERROR, str(error))
         self._requests[key] = (peer, message, now)
         return None
+
+    def _can_meet(self, message: AddRequest, now: float) -> bool:
+        arrival, prompt = now - message.age_s, len(message.prompt_token_ids)
+        request = PendingPrefill(
+            message.request_id, arrival, arrival + message.slo.ttft_s, prompt, priority=message.priority
+        )
+        return self._meter.can_meet(request, now)
 
     @staticmethod
     def _refusal(message: AddRequest, reason: FinishReason, error: str) -> RequestOutput:

@@ -147,7 +147,7 @@ class InstanceMetrics:
         store.value(m.INSTANCE_WAITING).value = load.waiting
         store.value(m.INSTANCE_QUEUED_WORK).value = load.queued_work_s
         store.value(m.INSTANCE_CAPACITY).value = load.capacity
-        store.value(m.INSTANCE_DRAINING).value = load.draining
+        store.value(m.INSTANCE_DRAINING).value = load.draining or load.closing
         counters = engine.counters
         for metric, count in (
             (m.FINISHED, counters.finished),

@@ -29,7 +29,7 @@ from conflux_ray.wire import FinishReason, RequestOutput
 
 logger = logging.getLogger(__name__)
 
-_CLOSING = "the deployment is being stopped: no instance will come"
+_CLOSING = "the deployment is being drained: no instance will come"
 
 
 @dataclass(slots=True)
@@ -123,11 +123,11 @@ class Dispatcher:
             await self._endpoint.close()
 
     def is_ready(self) -> bool:
-        """Whether some instance takes requests."""
+        """Whether some instance takes new requests."""
         return self.router.has_instance()
 
     async def wait_ready(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for an instance that takes requests; not at all while the deployment stops."""
+        """Wait up to `timeout` seconds for one that takes new requests; not at all while the deployment is drained."""
         deadline = time.monotonic() + timeout
         while not self.is_ready():
             if self.router.is_closing():
@@ -303,7 +303,7 @@ class Dispatcher:
         elif self.router.is_closing():
             self._ready.set()
             for active in list(self._waiting.values()):
-                self._fail(active, _CLOSING)
+                self._send(active)
         if message.outputs and (outputs := [o for o in message.outputs if self._accept(message.instance_id, o)]):
             self._deliver(outputs)
 

@@ -48,7 +48,13 @@ class InstanceLoad:
 
     @property
     def draining(self) -> bool:
+        """Whether it takes nothing more."""
         return self.report is not None and self.report.draining
+
+    @property
+    def closing(self) -> bool:
+        """Whether it takes only what has been let in: the deployment is being drained."""
+        return self.report is not None and self.report.closing
 
     @property
     def capacity(self) -> float:
@@ -152,13 +158,12 @@ class Router:
         return frozenset().union(*(load.ready.features for load in self._loads.values()))
 
     def has_instance(self) -> bool:
-        """Whether some instance takes requests."""
-        return any(not load.draining for load in self._loads.values())
+        """Whether some instance takes new requests."""
+        return any(not (load.draining or load.closing) for load in self._loads.values())
 
     def is_closing(self) -> bool:
-        """Whether the deployment is being stopped: no instance takes requests, and none will come."""
-        reports = [load.report for load in self._loads.values()]
-        return bool(reports) and all(report is not None and report.closing for report in reports)
+        """Whether the deployment is being drained: no instance takes new requests, and none that does will come."""
+        return bool(self._loads) and all(load.closing for load in self._loads.values())
 
     def add_instance(self, ready: Ready) -> None:
         """A session with this instance has opened."""
@@ -190,7 +195,10 @@ class Router:
         exclude: Set[str] = frozenset(),
         prefer: str | None = None,
     ) -> Dispatch:
-        """Choose an instance for a request and account for it.
+        """Choose an instance for a request that has been let in, and account for it.
+
+        One that is being drained with the whole deployment comes last: whoever has let a request in, or has had a part
+        of its answer, is not turned away any more.
 
         Args:
             num_tokens: tokens to prefill (prompt and output so far).
@@ -222,4 +230,4 @@ class Router:
 
     def _cost(self, load: InstanceLoad, tokens: int, now: float) -> tuple[float, ...]:
         stale = now - load.reported_at > self._stale_after
-        return stale, *self._rank(load, tokens, now), load.last_dispatch
+        return load.closing, stale, *self._rank(load, tokens, now), load.last_dispatch

@@ -29,7 +29,7 @@ class Endpoint:
 def test_ingresses_hear_of_an_instance_whose_iterations_give_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    made = SimpleNamespace(_draining=False, _drain=False, _published=0.0, _to_wire=lambda outputs: {})
+    made = SimpleNamespace(_ending=False, _drain=False, _published=0.0, _to_wire=lambda outputs: {})
     made._engine = SimpleNamespace(has_work=True, timings=[])
     made._loop = SimpleNamespace(pause=lambda: 0.08, step=list)  # prefill alone: one runs, the next one is not due
     made._endpoint = endpoint = Endpoint()

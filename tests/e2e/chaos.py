@@ -194,7 +194,7 @@ class Chaos:
         """Do it in mid-stream, mostly when the server has recovered from the fault before."""
         if self._settled:
             self._recover()
-        self._settled = self._rng.random() < 0.7 or name == DRAIN
+        self._settled = self._rng.random() < 0.7
         if self._problems:
             raise ChaosError("\n".join(self._problems))
         time.sleep(self._rng.uniform(0.5, 2.0))
@@ -222,7 +222,6 @@ class Chaos:
 
     def _drain(self) -> None:
         """No new requests for a while; those that run go on."""
-        self._recover()  # a stream whose instance is lost while all drain has nowhere to go on
         self._turns += 1
         self._server.drain(True)
         wait_for(lambda: not ready(self._server.url), 30, lambda: "it still takes requests")

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.e2e.chaos import FAULTS, NUM_INSTANCES, Chaos, chaos_server
-from tests.e2e.server import Server
+from tests.e2e.server import Server, wait_for
 from tests.e2e.tiny import start_stream
 
 pytestmark = pytest.mark.heavy
@@ -95,21 +95,25 @@ def test_after_aborts_and_a_restart_load_spreads_evenly_again(server: Server) ->
     assert spread(server, before)[0] >= 6
 
 
-def test_a_drained_server_ends_what_runs_and_takes_nothing_new(server: Server) -> None:
-    """The last test of this file: the server takes no requests afterwards."""
+def drain(server: Server, *options: str) -> None:
+    command = [str(Path(sys.executable).with_name("conflux")), "drain", str(server.log.with_name("conflux.yaml"))]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def ask(server: Server) -> int:
+    body = {"model": "tiny", "prompt": [1, 2], "max_tokens": 1}
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=5).status_code
+
+
+def test_a_drained_server_ends_what_runs_and_takes_nothing_new_until_that_is_undone(server: Server) -> None:
     stream = start_stream(server, max_tokens=900)
-    config = server.log.with_name("conflux.yaml")
-    drain = subprocess.run(
-        [str(Path(sys.executable).with_name("conflux")), "drain", str(config), "--grace", "90"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert drain.returncode == 0, drain.stderr
+    drain(server, "--grace", "90")
     stream.join(5)
     assert stream.done
     assert len(stream.tokens) == 900
     assert server.process.poll() is None
     assert httpx.get(f"{server.url}/live", timeout=5).status_code == 200
-    refused = httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": [1, 2]}, timeout=5)
-    assert refused.status_code == 503
+    assert ask(server) == 503
+    drain(server, "--undo")
+    wait_for(lambda: ask(server) == 200, 30)

@@ -322,15 +322,15 @@ def test_a_draining_instance_keeps_its_requests_and_gets_no_new_ones(engine, oth
     run(front, scenario)
 
 
-def test_while_the_deployment_stops_nobody_waits_for_an_instance(engine):
-    engine.draining = engine.closing = True
+def test_while_the_deployment_is_drained_nobody_waits_for_an_instance(engine):
+    engine.closing = True
     front = Front(engine)
 
     async def scenario():
         await until(front.dispatcher.router.is_closing)
         assert not front.dispatcher.is_ready()
         assert not await asyncio.wait_for(front.dispatcher.wait_ready(60.0), 1.0)
-        engine.closing = False
+        engine.draining, engine.closing = True, False
         await until(lambda: not front.dispatcher.router.is_closing())
         waiting = asyncio.create_task(front.dispatcher.wait_ready(60.0))
         await asyncio.sleep(0.05)
@@ -341,7 +341,60 @@ def test_while_the_deployment_stops_nobody_waits_for_an_instance(engine):
     run(front, scenario)
 
 
-def test_while_the_deployment_stops_a_request_without_an_instance_ends_at_once(engine):
+def test_what_has_been_let_in_is_served_while_the_deployment_is_drained(engine):
+    """A request that is between the door and its instance when the drain begins."""
+    engine.closing = True
+    front = Front(engine)
+
+    async def scenario():
+        await until(front.dispatcher.router.is_closing)
+        front.dispatcher.submit(request("late", count=3))
+        await until(lambda: front.finish("late"))
+        assert front.finish("late") is FinishReason.LENGTH
+        assert len(front.tokens("late")) == 3
+
+    run(front, scenario)
+
+
+def test_a_stream_that_loses_its_instance_while_the_deployment_is_drained_goes_on_at_another(engine, other):
+    front = Front(engine, no_instance_timeout=60.0)
+
+    async def scenario():
+        await front.dispatcher.wait_ready(5)
+        front.dispatcher.submit(request("r", count=100))
+        await until(lambda: front.tokens())
+        front.directory.set([engine.info, other.info])
+        await until(lambda: len(front.dispatcher.router.instances) == 2)
+        engine.closing = other.closing = True
+        await until(front.dispatcher.router.is_closing)
+        engine.stop()
+        await until(front.finish)
+        assert front.tokens() == tokens(3, 100)
+        assert len(other.added) == 1
+
+    run(front, scenario)
+
+
+def test_a_request_that_waits_goes_to_an_instance_that_is_drained_with_all_others(engine, other):
+    front = Front(engine, no_instance_timeout=60.0)
+
+    async def scenario():
+        await until(front.dispatcher.is_ready)
+        engine.draining = True
+        await until(lambda: not front.dispatcher.is_ready())
+        front.dispatcher.submit(request("waits", count=3))
+        await asyncio.sleep(0.05)
+        assert front.finish("waits") is None  # an instance may come
+        engine.closing = other.closing = True
+        front.directory.set([engine.info, other.info])
+        await until(lambda: front.finish("waits"))
+        assert front.finish("waits") is FinishReason.LENGTH
+        assert [a.request_id for a in other.added] == ["waits"]
+
+    run(front, scenario)
+
+
+def test_while_the_deployment_is_drained_a_request_without_an_instance_ends_at_once(engine):
     front = Front(engine, no_instance_timeout=60.0)
 
     async def scenario():
@@ -356,7 +409,7 @@ def test_while_the_deployment_stops_a_request_without_an_instance_ends_at_once(e
         front.dispatcher.submit(request("late"))
         await until(lambda: front.finish("late"))
         assert front.finish("waits") is front.finish("late") is FinishReason.REJECTED
-        assert "stopped" in (front.outputs["late"][-1].error or "")
+        assert "drained" in (front.outputs["late"][-1].error or "")
         assert front.dispatcher.in_flight == 0
 
     run(front, scenario)

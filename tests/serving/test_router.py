@@ -22,9 +22,14 @@ def ready(name: str, max_model_len: int = 10_000, features: tuple[str, ...] = ()
 
 
 def report(
-    queued_work_s: float = 0.0, capacity: float = 1000.0, draining: bool = False, running: int = 0, waiting: int = 0
+    queued_work_s: float = 0.0,
+    capacity: float = 1000.0,
+    draining: bool = False,
+    running: int = 0,
+    waiting: int = 0,
+    closing: bool = False,
 ) -> LoadReport:
-    return LoadReport(queued_work_s, capacity, running, waiting, 0.0, draining)
+    return LoadReport(queued_work_s, capacity, running, waiting, 0.0, draining, closing)
 
 
 def router_of(*names: str, clock: Clock | None = None, routing: str = "queued_work") -> Router:
@@ -151,6 +156,20 @@ def test_draining_too_small_and_excluded_instances_are_not_chosen():
     with pytest.raises(NoInstanceError):
         router.dispatch(100, exclude={"excluded"})
     assert router.dispatch(99, exclude={"excluded"}).instance_id == "small"
+
+
+def test_one_that_is_drained_with_all_others_comes_last():
+    router = router_of("closing", "busy")
+    router.update("closing", 0, report(closing=True))
+    router.update("busy", 0, report(queued_work_s=60.0))
+    assert router.has_instance()
+    assert router.dispatch(10).instance_id == "busy"
+    router.update("busy", 0, report(queued_work_s=60.0, closing=True))
+    assert not router.has_instance()
+    assert router.is_closing()
+    assert router.dispatch(10).instance_id == "closing"
+    router.update("closing", 0, report(draining=True, closing=True))
+    assert router.dispatch(10).instance_id == "busy"
 
 
 def test_only_instances_with_the_features_are_chosen_and_a_feature_that_none_has_is_named():
