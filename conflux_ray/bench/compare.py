@@ -261,7 +261,7 @@ def entries_of(
             named = simulated(contender, gpus)
             if named is not None and hardware is not None:
                 slower = f", with prefill {overrun:g} times as long" if overrun != 1.0 else ""
-                about["iteration_times"] = _times(hardware, contender, named[2]) + slower
+                about["iteration_times"] = _times(hardware, contender, named.gpus) + slower
         entries.append(entry)
     if predictions:
         write_json(kept, predictions)
@@ -418,7 +418,7 @@ def _forecast(
     seeds = range(args.first_seed, args.first_seed + args.repeats)
     rates = sorted(args.rates or [])
     found = forecast(contenders, hardware, len(found_gpus), load, rates, seeds, args.overrun, args.jobs)
-    times = {c.name: _times(hardware, c, named[2]) for c in contenders if (named := simulated(c, len(found_gpus)))}
+    times = {c.name: _times(hardware, c, named.gpus) for c in contenders if (named := simulated(c, len(found_gpus)))}
     args.out.mkdir(parents=True, exist_ok=True)
     write_json(
         args.out / "forecast.json",

@@ -22,6 +22,7 @@ from conflux_ray.bench.live.contenders import (
     Contender,
     ContenderError,
     Launch,
+    Simulated,
     Site,
     deployment_of,
     launches,
@@ -75,9 +76,9 @@ def script(port: int) -> Launch:
 
 def test_the_standard_contenders_have_every_vllm_at_every_budget() -> None:
     names = [c.name for c in standard(2, "cuda", [2048, 4096], 8192)]
-    assert names[:2] == ["conflux-slo", "conflux-fcfs"]
+    assert names[:3] == ["conflux-slo", "conflux-fcfs", "conflux-2x-slo"]
     assert {"vllm-tp2-2048", "vllm-tp2-priority-4096", "vllm-2x-2048", "vllm-2x-priority-4096"} <= set(names)
-    assert len(names) == len(set(names)) == 10
+    assert len(names) == len(set(names)) == 11
     assert [c.name for c in standard(2, "cpu", [2048], 8192)] == ["conflux-slo", "conflux-fcfs"]
 
 
@@ -182,6 +183,17 @@ def test_a_conflux_contender_is_a_deployment_of_the_schema() -> None:
         deployment_of(replace(contender, args={"scheduler": {"wrong": 1}}), GPUS)
 
 
+def test_replicas_of_conflux_are_instances_that_share_the_gpus(tmp_path: Path) -> None:
+    contender = Contender("c", "conflux", "slo", replicas=2)
+    instance = deployment_of(contender, replace(GPUS, gpus=4), tmp_path)["applications"][0]["args"]["instance"]
+    assert (instance["sp_degree"], instance["num_replicas"]) == (2, 2)
+    assert "iteration_log" not in instance  # they would write into the same file
+    assert (
+        "iteration_log"
+        in deployment_of(replace(contender, replicas=1), GPUS, tmp_path)["applications"][0]["args"]["instance"]
+    )
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -190,7 +202,7 @@ def test_a_conflux_contender_is_a_deployment_of_the_schema() -> None:
         ({"budget": 0}, "must be at least 1"),
         ({"name": "../v"}, "it names a folder"),
         ({"args": {"scheduler": {}}}, "args are Conflux's"),
-        ({"kind": "conflux", "replicas": 2}, "replicas and flags are vLLM's"),
+        ({"kind": "conflux", "flags": ("--x",)}, "flags are vLLM's"),
         ({"rates": (0.0,)}, "must be positive"),
     ],
 )
@@ -202,6 +214,8 @@ def test_impossible_contenders_are_refused(fields: dict, message: str) -> None:
 def test_a_contender_must_fit_the_machine(tmp_path: Path) -> None:
     with pytest.raises(ContenderError, match="does not fit 2 GPUs"):
         launches(Contender("v", "vllm", "fcfs", 2, 2), GPUS, tmp_path)
+    with pytest.raises(ContenderError, match="does not fit 4 GPUs"):
+        launches(Contender("c", "conflux", "fcfs", replicas=3), replace(GPUS, gpus=4), tmp_path)
     with pytest.raises(ContenderError, match="runs on GPUs only"):
         launches(Contender("v", "vllm", "fcfs"), CPU, tmp_path)
 
@@ -227,12 +241,13 @@ def test_contenders_come_from_yaml(tmp_path: Path) -> None:
 
 def test_the_simulator_has_a_system_for_each() -> None:
     found = {c.name: simulated(c, 2) for c in standard(2, "cuda", [2048], 8192)}
-    assert found["conflux-slo"] == ("conflux", {"base_tp": 1}, 2)
-    assert found["vllm-tp2-priority-2048"] == ("chunked-priority", {"tp": 2, "budget": 2048}, 2)
-    assert found["vllm-2x-2048"] == ("data-parallel", {"tp": 1, "budget": 2048}, 2)
+    assert found["conflux-slo"] == Simulated("conflux", {"base_tp": 1}, 2)
+    assert found["conflux-2x-slo"] == Simulated("conflux", {"base_tp": 1}, 1, 2)
+    assert found["vllm-tp2-priority-2048"] == Simulated("chunked-priority", {"tp": 2, "budget": 2048}, 2)
+    assert found["vllm-2x-2048"] == Simulated("data-parallel", {"tp": 1, "budget": 2048}, 2)
     assert simulated(Contender("p", "conflux", "plain"), 2) is None
     early = Contender("e", "conflux", "slo", args={"instance": {"late_planning": False}})
-    assert simulated(early, 2) == ("conflux", {"base_tp": 1, "lead": inf}, 2)
+    assert simulated(early, 2) == Simulated("conflux", {"base_tp": 1, "lead": inf}, 2)
     hardware = hardware_of("qwen3-14b-shape", 2 * [{"name": "NVIDIA H200"}])
     assert hardware is not None
     assert not hardware.latency(2, 1).name.startswith("stated:")  # the shipped profile

@@ -78,7 +78,7 @@ class Contender:
         kind: "vllm" or "conflux".
         policy: one of `VLLM_POLICIES` or `CONFLUX_POLICIES`. With "priority" every request says its prompt length.
         tensor_parallel: GPUs of a vLLM server; of one logical rank of Conflux, whose SP degree takes the rest.
-        replicas: of vLLM, behind the client's shortest queue.
+        replicas: servers of vLLM behind the client's shortest queue; instances of Conflux behind its own router.
         budget: tokens of an iteration: vLLM's `--max-num-batched-tokens`, Conflux's `scheduler.max_prefill_tokens`.
         prefix_cache: of vLLM: automatic prefix caching.
         flags: added to vLLM's command line.
@@ -112,8 +112,8 @@ class Contender:
             raise ContenderError(f"{self.name}: policy={self.policy!r} must be one of {', '.join(policies)}")
         if min(self.tensor_parallel, self.replicas, self.budget) < 1:
             raise ContenderError(f"{self.name}: tensor_parallel, replicas and budget must be at least 1")
-        if self.kind == "conflux" and (self.replicas > 1 or self.flags):
-            raise ContenderError(f"{self.name}: replicas and flags are vLLM's; set args for Conflux")
+        if self.kind == "conflux" and self.flags:
+            raise ContenderError(f"{self.name}: flags are vLLM's; set args for Conflux")
         if self.kind == "conflux" and self.prefix_cache:
             raise ContenderError(f"{self.name}: Conflux has no prefix cache; leave prefix_cache out")
         if self.kind == "vllm" and self.args:
@@ -163,7 +163,8 @@ def launches(contender: Contender, site: Site, folder: Path) -> list[Launch]:
     Raises:
         ContenderError: it does not fit the site.
     """
-    if contender.tensor_parallel * contender.replicas > site.gpus or site.gpus % contender.tensor_parallel:
+    used = contender.tensor_parallel * contender.replicas
+    if used > site.gpus or site.gpus % (contender.tensor_parallel if contender.kind == "vllm" else used):
         raise ContenderError(
             f"{contender.name}: tensor_parallel={contender.tensor_parallel} x replicas={contender.replicas} does not "
             f"fit {site.gpus} GPUs"
@@ -206,16 +207,18 @@ def deployment_of(contender: Contender, site: Site, folder: Path | None = None) 
     Args:
         contender: whose.
         site: what all have in common.
-        folder: for its iteration log, NAME`ITERATIONS`; None keeps none, and so do several instances.
+        folder: for its iteration log, NAME`ITERATIONS`; None keeps none, and neither do several instances.
 
     Raises:
         ContenderError: `args` are not the schema's.
     """
     instance: dict[str, Any] = {
-        "sp_degree": site.gpus // contender.tensor_parallel,
+        "sp_degree": site.gpus // (contender.tensor_parallel * contender.replicas),
         "tensor_parallel": contender.tensor_parallel,
         "device": site.device,
     }
+    if contender.replicas > 1:
+        instance["num_replicas"] = contender.replicas
     if site.device == "cuda":
         instance |= {"gpu_memory_utilization": site.memory_share, "max_num_seqs": 256}
     else:
@@ -232,7 +235,7 @@ def deployment_of(contender: Contender, site: Site, folder: Path | None = None) 
         "slo": {"ttft_s": site.ttft, "tbt_s": site.tbt},
         "scheduler": {"policy": contender.policy, "max_prefill_tokens": contender.budget},
     }
-    if folder is not None and contender.args.get("instance", {}).get("num_replicas", 1) == 1:
+    if folder is not None and {**instance, **contender.args.get("instance", {})}.get("num_replicas", 1) == 1:
         # Absolute: the instance works in a folder of Ray's.
         instance["iteration_log"] = str(folder.resolve() / f"{contender.name}{ITERATIONS}")
     for section, values in contender.args.items():
@@ -267,24 +270,43 @@ def _conflux(contender: Contender, site: Site, folder: Path) -> Launch:
     return Launch(serve_command(path), environment, f"http://127.0.0.1:{site.port}", deployment)
 
 
-def simulated(contender: Contender, gpus: int) -> tuple[str, dict[str, Any], int] | None:
-    """What the simulator calls a contender: system, options and GPUs; None if it has no such system."""
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What the simulator calls a contender.
+
+    Args:
+        system: its name there.
+        options: of the system.
+        gpus: of one instance.
+        instances: behind the global router.
+    """
+
+    system: str
+    options: dict[str, Any]
+    gpus: int
+    instances: int = 1
+
+
+def simulated(contender: Contender, gpus: int) -> Simulated | None:
+    """What the simulator calls a contender on so many GPUs; None if it has no such system."""
     if contender.kind == "conflux":
         name = {"slo": "conflux", "fcfs": "conflux-fcfs", "srpt": "conflux-srpt"}.get(contender.policy)
         options: dict[str, Any] = {"base_tp": contender.tensor_parallel}
         if not contender.args.get("instance", {}).get("late_planning", True):
             options["lead"] = math.inf
-        return None if name is None else (name, options, gpus)
+        if name is None:
+            return None
+        return Simulated(name, options, gpus // contender.replicas, contender.replicas)
     suffix = "-priority" if contender.prompt_priority else ""
     system = "data-parallel" if contender.replicas > 1 else "chunked"
     options = {"tp": contender.tensor_parallel, "budget": contender.budget}
-    return f"{system}{suffix}", options, contender.tensor_parallel * contender.replicas
+    return Simulated(f"{system}{suffix}", options, contender.tensor_parallel * contender.replicas)
 
 
 def standard(
     gpus: int, device: str, budgets: Sequence[int], conflux_budget: int, prefix_cache: bool = False
 ) -> list[Contender]:
-    """The contenders of a machine: Conflux and, on GPUs, vLLM as TP over all, as replicas, FCFS and by priority.
+    """The contenders of a machine: Conflux over all GPUs and as instances of one, vLLM the same, FCFS and by priority.
 
     Args:
         gpus: of the machine.
@@ -296,6 +318,8 @@ def standard(
     found = [Contender(f"conflux-{policy}", "conflux", policy, budget=conflux_budget) for policy in ("slo", "fcfs")]
     if device != "cuda":
         return found
+    if gpus > 1:
+        found.append(Contender(f"conflux-{gpus}x-slo", "conflux", "slo", 1, gpus, conflux_budget))
     for budget in budgets:
         for policy, mark in (("fcfs", ""), ("priority", "-priority")):
             found.append(Contender(f"vllm-tp{gpus}{mark}-{budget}", "vllm", policy, gpus, 1, budget))

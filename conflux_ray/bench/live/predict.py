@@ -40,7 +40,8 @@ def hardware_of(model: str, gpus: Sequence[dict[str, str]], profiles: Sequence[P
     Args:
         model: its name or folder.
         gpus: as `machine.gpus` lists them.
-        profiles: measured ones that take the place of stated figures; none: those that are shipped for this machine.
+        profiles: measured ones that take the place of stated figures; none: those that are shipped for this
+            machine, and for a part of it, a replica's.
 
     Raises:
         ValueError: a profile cannot be used.
@@ -53,7 +54,7 @@ def hardware_of(model: str, gpus: Sequence[dict[str, str]], profiles: Sequence[P
         return None
     stated = StatedHardware(shape, device)
     if not profiles:
-        layouts = [(ranks, tp) for ranks in (1, 2, 4, 8) for tp in (1, 2, 4, 8) if ranks * tp == len(gpus)]
+        layouts = [(ranks, tp) for ranks in (1, 2, 4, 8) for tp in (1, 2, 4, 8) if len(gpus) % (ranks * tp) == 0]
         found = [shipped_profile(model, gpu_slug(gpus[0]["name"]), ranks, tp) for ranks, tp in layouts]
         profiles = [path for path in found if path is not None]
     return MeasuredHardware.load(stated, profiles) if profiles else stated
@@ -84,21 +85,19 @@ def predict(
     named = simulated(contender, gpus)
     if named is None:
         return {}
-    system, options, count = named
-    if overrun != 1.0:
-        options |= {"overrun": overrun}
+    options = named.options | ({"overrun": overrun} if overrun != 1.0 else {})
     if kv_tokens is not None:
         hardware = SizedHardware(hardware, kv_tokens)
     try:
-        deployment = Deployment(hardware, count, CACHED if contender.prefix_cache else 0.0)
-        setup = Setup(system, deployment, load.slo, options, ingress=INGRESS, egress=EGRESS)
+        deployment = Deployment(hardware, named.gpus, CACHED if contender.prefix_cache else 0.0)
+        setup = Setup(named.system, deployment, load.slo, options, named.instances, ingress=INGRESS, egress=EGRESS)
         outcome = simulate(setup, load.draw(rate, seed), load.warm_up)
     except ValueError as error:
         return {"error": str(error)}
     records = [Record(r.index, r.arrival, r.prompt_tokens, r.output_tokens, tuple(r.times)) for r in outcome.requests]
     counted = records[len(records) - outcome.summary.counted :]
     return outcome.summary.to_json() | {
-        "system": system,
+        "system": named.system,
         "format": FORMAT,
         "kv_tokens": kv_tokens,
         "overrun": overrun,
