@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from conflux_ray.bench.live import timeline
@@ -37,7 +38,7 @@ from conflux_ray.bench.live.forecast import forecast, forecast_table, overrun_of
 from conflux_ray.bench.live.machine import gpus as find_gpus
 from conflux_ray.bench.live.machine import machine, versions
 from conflux_ray.bench.live.options import add_load, load_of, settings_of
-from conflux_ray.bench.live.point import Load, ended_by_sigterm, run_point, run_trace, write_json
+from conflux_ray.bench.live.point import Load, Point, ended_by_sigterm, run_point, run_trace, write_json
 from conflux_ray.bench.live.predict import FORMAT, errors, hardware_of, predict
 from conflux_ray.bench.live.report import Entry, compare_text, rates_of
 from conflux_ray.bench.live.server_info import ServerError, vocab_size_of
@@ -404,6 +405,16 @@ def _site(args: argparse.Namespace, found_gpus: Sequence[dict[str, str]]) -> Sit
     )
 
 
+def _plots() -> ModuleType | None:
+    """What draws; None without Matplotlib, which a machine of GPUs need not have: another can draw its folder."""
+    try:
+        from conflux_ray.bench.live import plots
+    except ImportError as error:
+        _say(f"no figure: {error}")
+        return None
+    return plots
+
+
 def _forecast(
     args: argparse.Namespace,
     contenders: Sequence[Contender],
@@ -411,7 +422,7 @@ def _forecast(
     settings: dict[str, Any],
     found_gpus: list[dict[str, str]],
 ) -> int:
-    """Print and keep what the simulator says of the contenders."""
+    """Print, keep and draw what the simulator says of the contenders, with the points that the folder has of them."""
     hardware = hardware_of(args.model, found_gpus, args.profile)
     if hardware is None:
         raise ContenderError(f"the simulator knows no {args.model!r} on {args.forecast!r}")
@@ -419,12 +430,18 @@ def _forecast(
     rates = sorted(args.rates or [])
     found = forecast(contenders, hardware, len(found_gpus), load, rates, seeds, args.overrun, args.jobs)
     times = {c.name: _times(hardware, c, named.gpus) for c in contenders if (named := simulated(c, len(found_gpus)))}
+    measured: dict[str, list[Point]] = {}
+    if (args.out / "points").exists():
+        store = Store(args.out, settings)
+        measured = {name: store.points(name) for name in store.names()}
     args.out.mkdir(parents=True, exist_ok=True)
     write_json(
         args.out / "forecast.json",
         {"settings": settings, "overrun": args.overrun, "seeds": list(seeds)}
         | {"contenders": [one.to_json() | {"iteration_times": times[one.name]} for one in found]},
     )
+    if (plots := _plots()) is not None:
+        plots.forecasts(found, measured, args.out / "forecast.png", args.attainment)
     print(forecast_table(found, args.attainment))
     return 0
 
@@ -496,11 +513,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         },
     )
     (args.out / "report.md").write_text(compare_text(entries, settings, title, short=False) + "\n")
-    try:
-        from conflux_ray.bench.live import plots
-    except ImportError as error:  # a machine of GPUs need not have Matplotlib; the folder can be drawn elsewhere
-        _say(f"no figure: {error}")
-    else:
+    if (plots := _plots()) is not None:
         for log in (args.out / "logs").glob(f"*-seed-*{ITERATIONS}"):
             with contextlib.suppress(timeline.LogError):
                 plots.iteration_log(timeline.read(log), args.tbt, log.with_suffix(".png"))

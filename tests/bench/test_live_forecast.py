@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from conflux_ray.bench import compare
+from conflux_ray.bench.live import plots
 from conflux_ray.bench.live.contenders import standard
 from conflux_ray.bench.live.forecast import Forecast, forecast, forecast_table, overrun_of
 from conflux_ray.bench.live.point import Load
 from conflux_ray.bench.live.predict import hardware_of, predict
 from conflux_ray.simulator.request import Slo
 from conflux_ray.simulator.workload import Workload
-from tests.bench.test_live_run import trace_file
+from tests.bench.test_live_run import made, trace_file
 
 H200 = [{"name": "NVIDIA H200"}] * 2
 
@@ -57,6 +58,25 @@ def test_a_forecast_is_the_prediction_of_each_point(tmp_path: Path) -> None:
             assert one.attained[rate] == [(each["attainment"], each["counted"]) for each in said]
 
 
+def test_the_picture_has_a_line_and_the_measured_points_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(figure))
+    found = [
+        Forecast("a", {1.0: [(1.0, 100), (0.9, 100)], 2.0: [(0.8, 100), (0.6, 100)]}),
+        Forecast("b", {}, "no KV memory is left"),
+    ]
+    points = {"a": [made(1.0, 0, "+++-"), made(2.0, 0, "+--+", invalid="its client lagged")], "c": [made(1.0, 0, "+")]}
+    plots.forecasts(found, points, tmp_path / "forecast.png", 0.95)
+    (axis,) = drawn[0].axes
+    lines = [line for line in axis.lines if line.get_label() == "a"]
+    assert [list(line.get_ydata()) for line in lines] == [[95.0, 70.0]]
+    markers = [line for line in axis.lines if line.get_marker() == "o"]
+    assert [(list(m.get_xdata()), list(m.get_ydata())) for m in markers] == [([1.0], [75.0]), ([2.0], [50.0])]
+    assert [m.get_markerfacecolor() == "white" for m in markers] == [False, True]
+
+
 def test_the_command_needs_neither_gpu_nor_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         *("--forecast", "H200", "--gpus", "2", "--model", "qwen3-14b-shape", "--load-format", "dummy"),
@@ -73,5 +93,6 @@ def test_the_command_needs_neither_gpu_nor_server(tmp_path: Path, capsys: pytest
     assert [one["contender"] for one in report["contenders"]] == ["conflux-slo", "vllm-tp2-2048"]
     assert [rate["rate"] for rate in report["contenders"][0]["rates"]] == [1.0, 2.0]
     assert "measured profile" in report["contenders"][0]["iteration_times"]
+    assert (tmp_path / "out" / "forecast.png").stat().st_size > 10_000
     assert compare.main([*words, "--forecast", "A100"]) == 2
     assert "knows no 'qwen3-14b-shape' on 'A100'" in capsys.readouterr().err

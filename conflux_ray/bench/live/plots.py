@@ -13,6 +13,7 @@ mpl.use("Agg")
 import numpy as np
 from matplotlib import pyplot as plt
 
+from conflux_ray.bench.live.forecast import Forecast
 from conflux_ray.bench.live.point import Point, pooled
 from conflux_ray.bench.live.score import wilson
 from conflux_ray.bench.live.timeline import CAUSES, KINDS, LEAST_GAP, Iteration, gap_between
@@ -138,6 +139,46 @@ def comparison(contenders: Mapping[str, Sequence[Point]], path: Path, goal: floa
         timeline(axis, points[0], f"{name}, seed {points[0].seed}")
     for axis in places[len(there) :]:
         axis.axis("off")
+    _save(figure, path)
+
+
+BELOW = 0.35
+"""Attainment so far below the goal is of no interest."""
+
+
+def forecasts(found: Sequence[Forecast], measured: Mapping[str, Sequence[Point]], path: Path, goal: float) -> None:
+    """Attainment against rate as simulated, and the points of the same contenders that were measured.
+
+    Args:
+        found: a line each, pooled over the seeds.
+        measured: by contender; points that are invalid are hollow, and what was cut counts as missed.
+        path: of the picture.
+        goal: attainment that passes.
+    """
+    figure, axis = plt.subplots(figsize=(9, 6), layout="constrained")
+    for one in found:
+        if not one.attained:
+            continue
+        rates = sorted(one.attained)
+        (line,) = axis.plot(rates, [100 * one.pooled(rate) for rate in rates], label=one.name)
+        color = line.get_color()
+        for point in measured.get(one.name, ()):
+            good, count = sum(point.outcomes), len(point.outcomes)
+            low, high = wilson(good, count)
+            axis.errorbar(
+                point.rate,
+                100 * good / count,
+                yerr=[[max(0.0, 100 * (good / count - low))], [max(0.0, 100 * (high - good / count))]],
+                marker="o",
+                capsize=3,
+                color=color,
+                markerfacecolor="white" if point.invalid else color,
+            )
+    axis.set_title(
+        "simulated; measured points with their 95 % intervals, hollow if invalid" if measured else "simulated"
+    )
+    finish_attainment(axis, goal)
+    axis.set_ylim(bottom=max(axis.get_ylim()[0], 100 * (goal - BELOW)))
     _save(figure, path)
 
 
