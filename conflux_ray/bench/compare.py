@@ -255,23 +255,34 @@ def entries_of(
             key = f"{name} {point.rate:g} {point.seed}"
             known = about.get("kv_tokens")
             contender = Contender(**{**values, "flags": tuple(values["flags"])})
-            if not _is_of(predictions.get(key, {}), known, overrun) and load is not None and hardware is not None:
-                predictions[key] = predict(contender, hardware, gpus, load, point.rate, point.seed, known, overrun)
-            if _is_of(predictions.get(key, {}), known, overrun):
-                entry.predictions[point.rate, point.seed] = predictions[key]
             named = simulated(contender, gpus)
-            if named is not None and hardware is not None:
+            times = _times(hardware, contender, named.gpus) if named is not None and hardware is not None else None
+            if not _is_of(predictions.get(key), known, overrun, times) and load is not None and hardware is not None:
+                said = predict(contender, hardware, gpus, load, point.rate, point.seed, known, overrun)
+                predictions[key] = said | {"iteration_times": times}
+            if _is_of(predictions.get(key), known, overrun, times):
+                entry.predictions[point.rate, point.seed] = predictions[key]
+            if times is not None:
                 slower = f", with prefill {overrun:g} times as long" if overrun != 1.0 else ""
-                about["iteration_times"] = _times(hardware, contender, named.gpus) + slower
+                about["iteration_times"] = times + slower
         entries.append(entry)
     if predictions:
         write_json(kept, predictions)
     return sorted(entries, key=lambda e: (e.kind != "conflux", not e.name.startswith("conflux-slo"), e.name))
 
 
-def _is_of(prediction: dict[str, Any], kv_tokens: int | None, overrun: float) -> bool:
-    """Whether a kept prediction is one, of today's simulator, this KV memory and this overrun."""
-    if prediction.get("format") != FORMAT:
+def _is_of(prediction: dict[str, Any] | None, kv_tokens: int | None, overrun: float, times: str | None) -> bool:
+    """Whether a kept prediction is one, of today's simulator, this KV memory, this overrun and these iteration times.
+
+    Args:
+        prediction: kept or not.
+        kv_tokens: of a logical rank.
+        overrun: of iterations with prefill.
+        times: where iteration times come from; None takes those that there are.
+    """
+    if prediction is None or prediction.get("format") != FORMAT:
+        return False
+    if times is not None and prediction["iteration_times"] != times:
         return False
     return (prediction["kv_tokens"], prediction["overrun"]) == (kv_tokens, overrun)
 

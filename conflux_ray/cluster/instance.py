@@ -43,7 +43,6 @@ from conflux_ray.metrics.gpu import GpuSampler
 from conflux_ray.metrics.ingress import SHORT_ID
 from conflux_ray.metrics.instance import InstanceMetrics, MeteredWorkers
 from conflux_ray.metrics.ray_export import RayExporter
-from conflux_ray.planning.interface import PendingPrefill
 from conflux_ray.profiling.machine import machine_slug
 from conflux_ray.vllm_compat.plugin import use_cpu_platform
 from conflux_ray.wire import (
@@ -271,8 +270,6 @@ class Instance:
         if len(self._requests) >= limits.max_queued_requests:
             return self._refusal(message, FinishReason.OVERLOADED, "the instance's queue is full")
         now = self._loop.clock()
-        if limits.reject_hopeless and not message.output_token_ids and not self._can_meet(message, now):
-            return self._refusal(message, FinishReason.OVERLOADED, "its TTFT cannot be met any more")
         key = f"{peer}/{message.request_id}"
         try:
             request = Request(
@@ -285,18 +282,13 @@ class Instance:
                 output=list(message.output_token_ids),
                 priority=message.priority,
             )
+            if limits.reject_hopeless and not request.output and not self._meter.can_meet(request, now):
+                return self._refusal(message, FinishReason.OVERLOADED, "its TTFT cannot be met any more")
             self._engine.add(request)
         except ValueError as error:
             return self._refusal(message, FinishReason.ERROR, str(error))
         self._requests[key] = (peer, message, now)
         return None
-
-    def _can_meet(self, message: AddRequest, now: float) -> bool:
-        arrival, prompt = now - message.age_s, len(message.prompt_token_ids)
-        request = PendingPrefill(
-            message.request_id, arrival, arrival + message.slo.ttft_s, prompt, priority=message.priority
-        )
-        return self._meter.can_meet(request, now)
 
     @staticmethod
     def _refusal(message: AddRequest, reason: FinishReason, error: str) -> RequestOutput:

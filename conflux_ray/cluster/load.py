@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from conflux_ray.execution.engine import Engine, Timing
+from conflux_ray.execution.request import Request
 from conflux_ray.planning.interface import PendingPrefill
 from conflux_ray.planning.scheduler import Scheduler
 from conflux_ray.wire import LoadReport
@@ -34,17 +35,23 @@ class LoadMeter:
         if latest.prefill_tokens and latest.measured > 0:
             self._measured_rate += _WEIGHT * (latest.prefill_tokens / latest.measured - self._measured_rate)
 
-    def can_meet(self, request: PendingPrefill, now: float) -> bool:
+    def can_meet(self, request: Request, now: float) -> bool:
         """Whether a request that the engine does not have yet could have its first token by its deadline.
 
         With a latency model, behind what the policy serves before it; without one, behind all that is queued.
+
+        Raises:
+            ValueError: it has no prompt.
         """
         engine = self._engine
         if isinstance(engine.policy, Scheduler):
-            wait = engine.policy.wait_of(request, engine.described(), engine.residents, now)
+            newcomer = PendingPrefill(
+                request.request_id, request.arrival, request.deadline, len(request.prompt), priority=request.priority
+            )
+            wait = engine.policy.wait_of(newcomer, engine.described(), engine.residents, now)
         else:
             load = self.report()
-            wait = load.queued_work_s + request.remaining / load.capacity
+            wait = load.queued_work_s + len(request.prompt) / load.capacity
         return now + wait <= request.deadline
 
     def report(self, draining: bool = False, closing: bool = False) -> LoadReport:

@@ -20,6 +20,8 @@ HEARTBEAT_SECONDS = 2.0
 EXPIRY_SECONDS = 15.0
 SETTLE_SECONDS = 3 * HEARTBEAT_SECONDS
 """By then every instance has told a restarted registry that it exists."""
+MOVE_SECONDS = 1.0
+"""By then the requests of an instance that is gone have reached another."""
 _LONG_POLL_SECONDS = 20.0
 
 
@@ -34,11 +36,14 @@ class Registry:
         self._changed = asyncio.Event()
         self._draining = False
         self._busy: set[str] = set()  # instances that may have requests, or take new ones
+        self._idle_from = 0.0  # what is said of being idle counts from then on
+        self._awaited = False  # the last instance left with requests; its successor will have them
 
     async def register(self, info: InstanceInfo) -> None:
         """Add an instance, or replace an earlier incarnation of it."""
         self._seen[info.instance_id] = time.monotonic()
         self._busy.add(info.instance_id)
+        self._awaited = False
         if self._instances.get(info.instance_id) != info:
             self._instances[info.instance_id] = info
             self._notify()
@@ -48,7 +53,7 @@ class Registry:
 
         Args:
             instance_id, incarnation: who it is.
-            idle: it takes no new requests and has none.
+            idle: it takes no new requests and has none; those of an instance that is lost may still come.
 
         Returns:
             Whether it is listed (or has to register again), and whether it should take no new requests.
@@ -56,8 +61,8 @@ class Registry:
         info = self._instances.get(instance_id)
         if info is None or info.incarnation != incarnation:
             return False, self._draining
-        self._seen[instance_id] = time.monotonic()
-        (self._busy.discard if idle else self._busy.add)(instance_id)
+        self._seen[instance_id] = now = time.monotonic()
+        (self._busy.discard if idle and now >= self._idle_from else self._busy.add)(instance_id)
         return True, self._draining
 
     async def drain(self, on: bool) -> bool:
@@ -68,14 +73,15 @@ class Registry:
         """
         self._draining = on
         self._expire()
-        return on and not self._busy & set(self._instances)
+        if not on or self._awaited or time.monotonic() < self._settled:
+            return False
+        return not self._busy & set(self._instances)
 
     async def leave(self, instance_id: str, incarnation: str) -> None:
         """Remove an instance; a later incarnation stays."""
         info = self._instances.get(instance_id)
         if info is not None and info.incarnation == incarnation:
-            del self._instances[instance_id]
-            self._notify()
+            self._drop(instance_id)
 
     async def watch(self, version: int, timeout: float) -> tuple[int, tuple[InstanceInfo, ...]]:
         """The present version and instances, as soon as the version is not `version`, at the latest after `timeout`.
@@ -98,8 +104,15 @@ class Registry:
             logger.warning(
                 "instance %s has been silent for %.0f s and is no longer listed", instance_id, EXPIRY_SECONDS
             )
-            del self._instances[instance_id]
-            self._notify()
+            self._drop(instance_id)
+
+    def _drop(self, instance_id: str) -> None:
+        del self._instances[instance_id]
+        if instance_id in self._busy:  # its requests move: whoever was idle may be so no more
+            self._busy = set(self._instances)
+            self._idle_from = time.monotonic() + MOVE_SECONDS
+            self._awaited = not self._instances
+        self._notify()
 
     def _notify(self) -> None:
         self._version += 1

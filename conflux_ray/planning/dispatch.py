@@ -228,6 +228,10 @@ class Dispatcher:
         self._ceiling = level + self.quantum
         return min(self.capacity(level), self.room)
 
+    def seconds_of(self, budget: int) -> float:
+        """Predicted T_iter with B_0 filled, attention left out: tau, or less where `max_tokens` ends the budget."""
+        return min(self.tau, self.seconds_at(self._level_of(budget), budget, None)) if budget else self.tau
+
     def tokens_per_pair(self, budget: int) -> float:
         """`tokens_per_pair` of B_0, what fits within tau beside the decodes."""
         return tokens_per_pair(self.estimator, budget, self.tau, self._alone)

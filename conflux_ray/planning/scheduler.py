@@ -124,14 +124,13 @@ class Scheduler:
     def prefill_rate(self, decodes: DecodeState) -> float:
         """Prompt tokens per second that it plans beside these decodes: B_0 every tau, attention left out (Alg. 2).
 
-        Where decodes leave nothing it is the starvation quantum: a waiting request gets that much in the end.
+        Iterations are shorter than tau where `max_prefill_tokens` ends the budget. Where decodes leave nothing it is
+        the starvation quantum: a waiting request gets that much in the end.
 
         Raises:
             ValueError: `decodes` has another number of ranks than the latency model.
         """
-        capacity = KVState(1, [0] * decodes.num_ranks)
-        step = self._step(decodes, capacity)
-        return max(step.dispatcher.budget(), self.params.starvation_quantum) / step.tau
+        return self._rate(self._step(decodes, KVState(1, [0] * decodes.num_ranks)))
 
     def decode_seconds(self, decodes: DecodeState) -> float:
         """Predicted time of an iteration that holds these decodes alone, seconds; 0 without any."""
@@ -152,13 +151,13 @@ class Scheduler:
             ValueError: `decodes` has another number of ranks than the latency model.
         """
         step = self._step(decodes, KVState(1, [0] * decodes.num_ranks))
-        budget = max(step.dispatcher.budget(), self.params.starvation_quantum)
+        budget = step.dispatcher.budget()
         queue = Queue([*pending, request], step.dispatcher.tokens_per_pair(budget))
         newcomer = len(pending)
         order = self._order(queue, budget, now + self.params.deadline_margin, step.tau)
         before = takewhile(lambda index: index != newcomer, order.indices)
         work = sum(queue.cost[index] for index in before) + queue.cost[newcomer]
-        return work / budget * step.tau + self.decode_seconds(decodes)
+        return work / self._rate(step) + self.decode_seconds(decodes)
 
     def schedule(self, pending: Sequence[PendingPrefill], decodes: DecodeState, kv: KVState, now: float) -> Decision:
         """Plan one iteration (Algorithm 1).
@@ -185,6 +184,12 @@ class Scheduler:
             if not step.add(request, limit, guaranteed):
                 break
         return step.decision(budget, order.rejected)
+
+    def _rate(self, step: _Step) -> float:
+        budget = step.dispatcher.budget()
+        if budget < self.params.starvation_quantum:
+            return self.params.starvation_quantum / step.tau
+        return budget / (step.factor * step.dispatcher.seconds_of(budget))
 
     def _step(self, decodes: DecodeState, kv: KVState) -> _Step:
         return _Step(self.model, self.params, decodes, kv, self.correction.factor, self.decode_correction.factor)

@@ -29,7 +29,7 @@ from conflux_ray.wire import FinishReason, RequestOutput
 
 logger = logging.getLogger(__name__)
 
-_CLOSING = "the deployment is being drained: no instance will come"
+_ENDING = "the deployment is being stopped: no instance will come"
 
 
 @dataclass(slots=True)
@@ -185,10 +185,10 @@ class Dispatcher:
             try:
                 dispatch = self.router.dispatch(tokens, active.features, active.excluded, self._sibling(active))
             except NoInstanceError:
-                if self.router.is_closing():
-                    self._fail(active, _CLOSING)
-                elif active.overloaded and not active.emitted:
+                if active.overloaded and not active.emitted:
                     self._fail(active, "every instance's queue is full", FinishReason.OVERLOADED)
+                elif self.router.is_ending():
+                    self._fail(active, _ENDING)
                 else:
                     self._wait(active)
                 return
@@ -296,14 +296,15 @@ class Dispatcher:
         if load is None or load.ready.incarnation != message.incarnation:
             self.counters.stale_outputs += len(message.outputs)
             return
-        was_draining = load.draining
+        was_open = load.open_to_new
         self.router.update(message.instance_id, message.received, message.report)
-        if was_draining and not load.draining:
+        if load.open_to_new and not was_open:
             self._retry_waiting(message.instance_id)
         elif self.router.is_closing():
-            self._ready.set()
-            for active in list(self._waiting.values()):
-                self._send(active)
+            self._ready.set()  # whoever waits at the door is turned away
+            if self.router.is_ending():
+                for active in list(self._waiting.values()):
+                    self._fail(active, _ENDING)
         if message.outputs and (outputs := [o for o in message.outputs if self._accept(message.instance_id, o)]):
             self._deliver(outputs)
 

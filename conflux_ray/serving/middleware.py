@@ -38,7 +38,7 @@ class Availability(Protocol):
     """What the middleware asks about the instances behind the application."""
 
     def is_ready(self) -> bool:
-        """Whether some instance takes requests."""
+        """Whether some instance takes new requests."""
         ...
 
     async def wait_ready(self, timeout: float) -> bool:

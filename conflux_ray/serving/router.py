@@ -57,6 +57,11 @@ class InstanceLoad:
         return self.report is not None and self.report.closing
 
     @property
+    def open_to_new(self) -> bool:
+        """Whether it has said that it takes new requests."""
+        return self.report is not None and not (self.report.draining or self.report.closing)
+
+    @property
     def capacity(self) -> float:
         """Prompt tokens per second."""
         return DEFAULT_CAPACITY if self.report is None else self.report.capacity
@@ -159,11 +164,15 @@ class Router:
 
     def has_instance(self) -> bool:
         """Whether some instance takes new requests."""
-        return any(not (load.draining or load.closing) for load in self._loads.values())
+        return any(load.open_to_new for load in self._loads.values())
 
     def is_closing(self) -> bool:
         """Whether the deployment is being drained: no instance takes new requests, and none that does will come."""
         return bool(self._loads) and all(load.closing for load in self._loads.values())
+
+    def is_ending(self) -> bool:
+        """Whether it is drained and every instance goes: no successor will come."""
+        return self.is_closing() and all(load.draining for load in self._loads.values())
 
     def add_instance(self, ready: Ready) -> None:
         """A session with this instance has opened."""
@@ -230,4 +239,4 @@ class Router:
 
     def _cost(self, load: InstanceLoad, tokens: int, now: float) -> tuple[float, ...]:
         stale = now - load.reported_at > self._stale_after
-        return load.closing, stale, *self._rank(load, tokens, now), load.last_dispatch
+        return stale, load.closing, *self._rank(load, tokens, now), load.last_dispatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import sys
@@ -17,6 +18,7 @@ import pytest
 import yaml
 
 from conflux_ray.bench import compare
+from conflux_ray.bench.live import server_info
 from conflux_ray.bench.live import servers as servers_module
 from conflux_ray.bench.live.contenders import (
     Contender,
@@ -31,7 +33,7 @@ from conflux_ray.bench.live.contenders import (
     standard,
 )
 from conflux_ray.bench.live.point import Load, Point
-from conflux_ray.bench.live.predict import FIGURES, errors, hardware_of, predict
+from conflux_ray.bench.live.predict import FIGURES, FORMAT, errors, hardware_of, predict
 from conflux_ray.bench.live.report import (
     Entry,
     attainment_table,
@@ -291,6 +293,42 @@ def test_a_server_that_ignores_sigterm_and_one_that_died_go_with_all_their_proce
             wait_for(lambda: not servers.alive())
     wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
     assert not healthy(launch.url)
+
+
+def test_several_instances_are_all_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    args = {"instance": {"num_replicas": 3}}
+    launch = replace(script(port), deployment={"applications": [{"args": args}]})
+    asked: list[str] = []
+
+    def ready(url: str) -> int:
+        asked.append(url)
+        return len(asked)
+
+    monkeypatch.setattr(servers_module, "ready_instances", ready)
+    with running(Servers([launch], tmp_path, "v", "cpu")) as servers:
+        servers.start(60)
+    assert asked == [launch.url] * 3
+
+
+def test_instances_that_take_requests_are_counted_in_the_metrics_of_an_ingress(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        "# HELP conflux_router_ready_instances Instances that take requests.\n"
+        "# TYPE conflux_router_ready_instances gauge\n"
+        'conflux_router_ready_instances{model="m"} 2.0\n'
+        'conflux_router_draining_instances{model="m"} 1.0\n'
+    )
+    monkeypatch.setattr(server_info.urllib.request, "urlopen", lambda url, timeout: io.BytesIO(text.encode()))
+    assert server_info.ready_instances("http://127.0.0.1:1") == 2
+
+
+def test_a_kept_prediction_is_of_the_same_iteration_times() -> None:
+    kept = {"format": FORMAT, "kv_tokens": 5, "overrun": 1.0, "iteration_times": "the measured profile a"}
+    assert compare._is_of(kept, 5, 1.0, "the measured profile a")
+    assert compare._is_of(kept, 5, 1.0, None)
+    assert not compare._is_of(kept, 5, 1.0, "the measured profile b")
+    assert not compare._is_of(kept, 6, 1.0, None)
+    assert not compare._is_of(None, 5, 1.0, None)
 
 
 def test_a_server_that_does_not_start_shows_the_end_of_its_log(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from conflux_ray.execution.loop import LEAST_PATIENCE, PATIENCE, IterationLoop
 from conflux_ray.execution.plan import WorkerResult
 from conflux_ray.execution.request import Request
 from conflux_ray.kv import KVGeometry
-from conflux_ray.planning.interface import DecodeState, PendingPrefill
+from conflux_ray.planning.interface import DecodeState
 from conflux_ray.planning.plain import PlainPolicy
 from conflux_ray.planning.scheduler import Scheduler, SchedulerParams
 from conflux_ray.wire import Sampling, Slo
@@ -33,9 +33,10 @@ def add(engine: Engine, name: str, tokens: int) -> None:
     engine.add(Request(name, 0, [1] * tokens, Sampling(max_tokens=50, temperature=0.0), Slo(1.0, TBT), arrival=0.0))
 
 
-def newcomer(tokens: int, seconds: float, priority: int = 0) -> PendingPrefill:
+def newcomer(tokens: int, seconds: float, priority: int = 0) -> Request:
     """A request that came at 7.0 and is to be answered in `seconds`."""
-    return PendingPrefill("new", 7.0, 7.0 + seconds, tokens, priority=priority)
+    sampling = Sampling(max_tokens=50, temperature=0.0)
+    return Request("new", 0, [1] * tokens, sampling, Slo(seconds, TBT), arrival=7.0, priority=priority)
 
 
 def run_one(engine: Engine, now: float = 0.0) -> None:

@@ -80,7 +80,9 @@ def test_a_restarted_registry_lets_watchers_keep_what_they_know_until_instances_
     asyncio.run(scenario())
 
 
-def test_it_is_drained_when_every_instance_says_so() -> None:
+def test_it_is_drained_when_every_instance_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SETTLE_SECONDS", 0.0)
+
     async def scenario() -> None:
         registry = Registry()
         for name in ("a", "b"):
@@ -90,6 +92,8 @@ def test_it_is_drained_when_every_instance_says_so() -> None:
         assert await registry.heartbeat("a", "1", idle=False) == (True, True)
         await registry.heartbeat("a", "1", idle=True)
         assert not await registry.drain(True)
+        await registry.heartbeat("b", "1", idle=True)
+        assert await registry.drain(True)
         await registry.leave("b", "1")
         assert await registry.drain(True)
         await registry.register(info("c"))  # starts while all others stop
@@ -98,5 +102,39 @@ def test_it_is_drained_when_every_instance_says_so() -> None:
         assert await registry.drain(True)
         assert not await registry.drain(False)
         assert await registry.heartbeat("a", "1") == (True, False)
+
+    asyncio.run(scenario())
+
+
+def test_a_drain_waits_for_the_requests_of_an_instance_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "MOVE_SECONDS", 0.2)
+
+    async def scenario() -> None:
+        registry = Registry()
+        for name in ("a", "b"):
+            await registry.register(info(name))
+        assert not await registry.drain(True)
+        await registry.heartbeat("a", "1", idle=True)
+        await registry.leave("b", "1")
+        await registry.heartbeat("a", "1", idle=True)  # sent before what b had has come
+        assert not await registry.drain(True)
+        await asyncio.sleep(0.25)
+        await registry.heartbeat("a", "1", idle=False)
+        assert not await registry.drain(True)
+        await registry.leave("a", "1")
+        assert not await registry.drain(True)  # its requests wait for the successor
+        await registry.register(info("c"))
+        await asyncio.sleep(0.25)
+        assert not await registry.drain(True)
+        await registry.heartbeat("c", "1", idle=True)
+        assert await registry.drain(True)
+
+    asyncio.run(scenario())
+
+
+def test_a_registry_that_has_just_started_knows_too_little_to_say_that_all_has_ended() -> None:
+    async def scenario() -> None:
+        assert not await Registry().drain(True)
 
     asyncio.run(scenario())

@@ -290,6 +290,28 @@ def test_a_newcomer_that_cannot_be_on_time_waits_behind_those_that_can():
     assert scheduler().wait_of(new, pending, resident(0, 0), 1.0) == pytest.approx(0.45)
 
 
+def test_a_newcomer_of_an_idle_instance_waits_for_iterations_as_short_as_its_budget_makes_them():
+    # 40 tokens an iteration of 20 ms, where 200 would fit into tau.
+    s = scheduler(params=replace(PARAMS, max_prefill_tokens=40))
+    new = request("new", 400, deadline=9.0, arrival=1.0)
+    assert s.wait_of(new, [], resident(0, 0), 1.0) == pytest.approx(0.2)
+    assert s.prefill_rate(resident(0, 0)) == pytest.approx(2000)
+
+
+def test_a_newcomer_without_a_deadline_waits_for_all_that_have_one():
+    new = request("new", 100, deadline=float("inf"), arrival=1.0)
+    pending = [request("on time", 300, deadline=4.0)]
+    assert scheduler().wait_of(new, pending, resident(0, 0), 1.0) == pytest.approx(0.2)
+
+
+def test_the_attention_of_a_long_newcomer_counts():
+    short, long = (
+        scheduler(prefill=Affine(1e-7)).wait_of(request("new", m, deadline=9.0), [], resident(0, 0), 0.0)
+        for m in (1000, 4000)
+    )
+    assert long > 4.5 * short
+
+
 def test_an_urgent_newcomer_waits_for_its_own_class_alone():
     pending = [request("usual", 300, deadline=1.5), request("urgent", 40, deadline=9.0, priority=-1)]
     new = request("new", 60, deadline=9.5, arrival=1.0, priority=-1)

@@ -158,6 +158,15 @@ def test_draining_too_small_and_excluded_instances_are_not_chosen():
     assert router.dispatch(99, exclude={"excluded"}).instance_id == "small"
 
 
+def test_an_instance_takes_new_requests_once_it_has_said_so():
+    router = Router()
+    router.add_instance(ready("a"))
+    assert not router.has_instance()
+    assert router.dispatch(10).instance_id == "a"  # what has been let in need not wait for that
+    router.update("a", 0, report())
+    assert router.has_instance()
+
+
 def test_one_that_is_drained_with_all_others_comes_last():
     router = router_of("closing", "busy")
     router.update("closing", 0, report(closing=True))
@@ -170,6 +179,9 @@ def test_one_that_is_drained_with_all_others_comes_last():
     assert router.dispatch(10).instance_id == "closing"
     router.update("closing", 0, report(draining=True, closing=True))
     assert router.dispatch(10).instance_id == "busy"
+    assert not router.is_ending()
+    router.update("busy", 0, report(draining=True, closing=True))
+    assert router.is_ending()
 
 
 def test_only_instances_with_the_features_are_chosen_and_a_feature_that_none_has_is_named():

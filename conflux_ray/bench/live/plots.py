@@ -142,6 +142,8 @@ def comparison(contenders: Mapping[str, Sequence[Point]], path: Path, goal: floa
     _save(figure, path)
 
 
+COLORS = 10
+"""That Matplotlib has before it begins again."""
 BELOW = 0.35
 """Attainment so far below the goal is of no interest."""
 
@@ -156,11 +158,10 @@ def forecasts(found: Sequence[Forecast], measured: Mapping[str, Sequence[Point]]
         goal: attainment that passes.
     """
     figure, axis = plt.subplots(figsize=(9, 6), layout="constrained")
-    for one in found:
-        if not one.attained:
-            continue
+    for number, one in enumerate(o for o in found if o.attained):
         rates = sorted(one.attained)
-        (line,) = axis.plot(rates, [100 * one.pooled(rate) for rate in rates], label=one.name)
+        style = "-" if number < COLORS else "--"
+        (line,) = axis.plot(rates, [100 * one.pooled(rate) for rate in rates], style, label=one.name)
         color = line.get_color()
         for point in measured.get(one.name, ()):
             good, count = sum(point.outcomes), len(point.outcomes)

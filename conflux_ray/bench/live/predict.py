@@ -25,7 +25,7 @@ CACHED = 0.5
 """Share of the KV memory that a contender with a prefix cache is taken to remember prompts in.
 
 vLLM's takes what running requests leave."""
-FORMAT = 3
+FORMAT = 4
 """Of predictions; those of another are made again."""
 _SHAPES = {
     "qwen3-14b": "qwen-14b",

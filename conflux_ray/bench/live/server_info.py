@@ -52,6 +52,16 @@ def healthy(url: str) -> bool:
         return False
 
 
+def ready_instances(url: str) -> int:
+    """Instances of Conflux that its ingress has sessions with and that take requests, by its `/metrics`."""
+    try:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=5) as response:
+            text = response.read().decode(errors="replace")
+    except OSError:
+        return 0
+    return sum(int(float(value)) for value in re.findall(r"^conflux_router_ready_instances\b.* (\S+)$", text, re.M))
+
+
 def model_of(url: str, name: str | None = None, api_key: str | None = None) -> Model:
     """The served model, the first one if no name is given.
 

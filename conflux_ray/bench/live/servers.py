@@ -20,7 +20,7 @@ import psutil
 import yaml
 
 from conflux_ray.bench.live.contenders import Launch
-from conflux_ray.bench.live.server_info import ServerError, healthy, kv_tokens_in
+from conflux_ray.bench.live.server_info import ServerError, healthy, kv_tokens_in, ready_instances
 
 STOP_SECONDS = 30.0
 """After SIGTERM, before SIGKILL."""
@@ -33,6 +33,16 @@ _POLL = 0.5
 _LOG_LINES = 40
 _OURS = ("CONFLUX_VLLM", "RAY_", "VLLM_LOGGING")
 """Variables of this process that say nothing of a server that it starts."""
+
+
+def _ready(launch: Launch) -> bool:
+    """Whether a server answers, and all instances of a Conflux deployment with several take requests."""
+    if not healthy(launch.url):
+        return False
+    if launch.deployment is None:
+        return True
+    wanted = launch.deployment["applications"][0]["args"]["instance"].get("num_replicas", 1)
+    return wanted == 1 or ready_instances(launch.url) >= wanted
 
 
 class Servers:
@@ -85,7 +95,7 @@ class Servers:
                 raise ServerError(f"{launch.url} answers already: another server has its port; choose another --port")
         for launch, log in zip(self._launches, self.logs, strict=True):
             self._processes.append(self._spawn(launch, log))
-        while not all(healthy(url) for url in self.urls):
+        while not all(_ready(launch) for launch in self._launches):
             waited = time.monotonic() - began
             for process, log in zip(self._processes, self.logs, strict=True):
                 if process.poll() is not None:
