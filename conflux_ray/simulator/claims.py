@@ -78,8 +78,8 @@ _LONG = (
 )
 _MEMORY = (
     "Conflux holds a third less KV on these GPUs than tensor parallelism, and long outputs make KV a limit, but not "
-    "the only one: with the memory of H200 it is ahead of Chunked++ (24.2 against 22.7 req/s, one seed of `conflux "
-    "goodput --device h200 --gpus 4 --workload qwen-a`) and still behind MuxWise++ (30.4), which reads the weights "
+    "the only one: with the memory of H200 it is ahead of Chunked++ (26.6 against 22.6 req/s, one seed of `conflux "
+    "goodput --device h200 --gpus 4 --workload qwen-a`) and still behind MuxWise++ (30.3), which reads the weights "
     "once for four GPUs where Conflux reads them on each"
 )
 _LIVE = "live runs of vLLM and of this server on one node of the stated size, same trace, at least 180 s of arrivals"
