@@ -251,21 +251,23 @@ def entries_of(
         values = about.get("contender", {"name": name, "kind": "vllm"})
         entry = Entry(name, values["kind"], store.points(name), about=about)
         overrun = overrun_of(name, overruns)
-        for point in entry.usable if "policy" in values else []:
+        entries.append(entry)
+        if "policy" not in values:
+            continue
+        contender = Contender(**{**values, "flags": tuple(values["flags"])})
+        known = about.get("kv_tokens")
+        named = simulated(contender, gpus)
+        times = _times(hardware, contender, named.gpus) if named is not None and hardware is not None else None
+        if times is not None:
+            slower = f", with prefill {overrun:g} times as long" if overrun != 1.0 else ""
+            about["iteration_times"] = times + slower
+        for point in entry.usable:
             key = f"{name} {point.rate:g} {point.seed}"
-            known = about.get("kv_tokens")
-            contender = Contender(**{**values, "flags": tuple(values["flags"])})
-            named = simulated(contender, gpus)
-            times = _times(hardware, contender, named.gpus) if named is not None and hardware is not None else None
             if not _is_of(predictions.get(key), known, overrun, times) and load is not None and hardware is not None:
                 said = predict(contender, hardware, gpus, load, point.rate, point.seed, known, overrun)
                 predictions[key] = said | {"iteration_times": times}
             if _is_of(predictions.get(key), known, overrun, times):
                 entry.predictions[point.rate, point.seed] = predictions[key]
-            if times is not None:
-                slower = f", with prefill {overrun:g} times as long" if overrun != 1.0 else ""
-                about["iteration_times"] = times + slower
-        entries.append(entry)
     if predictions:
         write_json(kept, predictions)
     return sorted(entries, key=lambda e: (e.kind != "conflux", not e.name.startswith("conflux-slo"), e.name))

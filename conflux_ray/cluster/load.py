@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from conflux_ray.execution.engine import Engine, Timing
 from conflux_ray.execution.request import Request
-from conflux_ray.planning.interface import PendingPrefill
 from conflux_ray.planning.scheduler import Scheduler
 from conflux_ray.wire import LoadReport
 
@@ -45,10 +44,7 @@ class LoadMeter:
         """
         engine = self._engine
         if isinstance(engine.policy, Scheduler):
-            newcomer = PendingPrefill(
-                request.request_id, request.arrival, request.deadline, len(request.prompt), priority=request.priority
-            )
-            wait = engine.policy.wait_of(newcomer, engine.described(), engine.residents, now)
+            wait = engine.policy.wait_of(engine.describe(request), engine.described(), engine.residents, now)
         else:
             load = self.report()
             wait = load.queued_work_s + len(request.prompt) / load.capacity

@@ -22,6 +22,8 @@ SETTLE_SECONDS = 3 * HEARTBEAT_SECONDS
 """By then every instance has told a restarted registry that it exists."""
 MOVE_SECONDS = 1.0
 """By then the requests of an instance that is gone have reached another."""
+SUCCESSOR_SECONDS = 120.0
+"""As long requests wait for a new instance, if `limits.no_instance_timeout_s` is as it comes."""
 _LONG_POLL_SECONDS = 20.0
 
 
@@ -37,13 +39,13 @@ class Registry:
         self._draining = False
         self._busy: set[str] = set()  # instances that may have requests, or take new ones
         self._idle_from = 0.0  # what is said of being idle counts from then on
-        self._awaited = False  # the last instance left with requests; its successor will have them
+        self._awaited_until = 0.0  # the last instance left with requests; its successor will have them
 
     async def register(self, info: InstanceInfo) -> None:
         """Add an instance, or replace an earlier incarnation of it."""
         self._seen[info.instance_id] = time.monotonic()
         self._busy.add(info.instance_id)
-        self._awaited = False
+        self._awaited_until = 0.0
         if self._instances.get(info.instance_id) != info:
             self._instances[info.instance_id] = info
             self._notify()
@@ -73,7 +75,7 @@ class Registry:
         """
         self._draining = on
         self._expire()
-        if not on or self._awaited or time.monotonic() < self._settled:
+        if not on or time.monotonic() < max(self._settled, self._awaited_until):
             return False
         return not self._busy & set(self._instances)
 
@@ -109,9 +111,11 @@ class Registry:
     def _drop(self, instance_id: str) -> None:
         del self._instances[instance_id]
         if instance_id in self._busy:  # its requests move: whoever was idle may be so no more
+            now = time.monotonic()
             self._busy = set(self._instances)
-            self._idle_from = time.monotonic() + MOVE_SECONDS
-            self._awaited = not self._instances
+            self._idle_from = now + MOVE_SECONDS
+            if not self._instances:
+                self._awaited_until = now + SUCCESSOR_SECONDS
         self._notify()
 
     def _notify(self) -> None:

@@ -217,7 +217,7 @@ class Engine:
 
     def described(self) -> list[PendingPrefill]:
         """`pending` as the policy sees it."""
-        return [self._describe(r) for r in self._pending.values()]
+        return [self.describe(r) for r in self._pending.values()]
 
     # Planning an iteration
 
@@ -270,7 +270,7 @@ class Engine:
         self.last_decision = decision
         return plan
 
-    def _describe(self, request: Request) -> PendingPrefill:
+    def describe(self, request: Request) -> PendingPrefill:
         """What the policy sees of a request; kept until the request has moved on."""
         if request.described is not None:
             return request.described

@@ -237,9 +237,8 @@ class IngressMetrics:
         self._in_flight.value = in_flight
         self._waiting.value = waiting + dispatcher.num_waiting
         loads = {id_[:SHORT_ID]: load for id_, load in dispatcher.router.instances.items()}
-        draining = sum(load.draining or load.closing for load in loads.values())
-        store.value(m.ROUTER_READY).value = len(loads) - draining
-        store.value(m.ROUTER_DRAINING).value = draining
+        store.value(m.ROUTER_READY).value = sum(load.open_to_new for load in loads.values())
+        store.value(m.ROUTER_DRAINING).value = sum(load.draining or load.closing for load in loads.values())
         store.replace(m.ROUTER_QUEUED_WORK, {(id_,): load.queued_work(now) for id_, load in loads.items()})
         store.replace(m.ROUTER_REQUESTS, {(id_,): load.in_flight for id_, load in loads.items()})
         store.replace(m.ROUTER_REPORT_AGE, {(id_,): now - load.reported_at for id_, load in loads.items()})

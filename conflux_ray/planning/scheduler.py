@@ -130,7 +130,8 @@ class Scheduler:
         Raises:
             ValueError: `decodes` has another number of ranks than the latency model.
         """
-        return self._rate(self._step(decodes, KVState(1, [0] * decodes.num_ranks)))
+        step = self._step(decodes, KVState(1, [0] * decodes.num_ranks))
+        return self._rate(step, step.dispatcher.budget())
 
     def decode_seconds(self, decodes: DecodeState) -> float:
         """Predicted time of an iteration that holds these decodes alone, seconds; 0 without any."""
@@ -157,7 +158,7 @@ class Scheduler:
         order = self._order(queue, budget, now + self.params.deadline_margin, step.tau)
         before = takewhile(lambda index: index != newcomer, order.indices)
         work = sum(queue.cost[index] for index in before) + queue.cost[newcomer]
-        return work / self._rate(step) + self.decode_seconds(decodes)
+        return work / self._rate(step, budget) + self.decode_seconds(decodes)
 
     def schedule(self, pending: Sequence[PendingPrefill], decodes: DecodeState, kv: KVState, now: float) -> Decision:
         """Plan one iteration (Algorithm 1).
@@ -185,8 +186,7 @@ class Scheduler:
                 break
         return step.decision(budget, order.rejected)
 
-    def _rate(self, step: _Step) -> float:
-        budget = step.dispatcher.budget()
+    def _rate(self, step: _Step, budget: int) -> float:
         if budget < self.params.starvation_quantum:
             return self.params.starvation_quantum / step.tau
         return budget / (step.factor * step.dispatcher.seconds_of(budget))

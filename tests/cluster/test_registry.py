@@ -133,6 +133,21 @@ def test_a_drain_waits_for_the_requests_of_an_instance_that_is_lost(monkeypatch:
     asyncio.run(scenario())
 
 
+def test_a_drain_does_not_wait_for_a_successor_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "SUCCESSOR_SECONDS", 0.2)
+
+    async def scenario() -> None:
+        registry = Registry()
+        await registry.register(info("a"))
+        await registry.leave("a", "1")
+        assert not await registry.drain(True)
+        await asyncio.sleep(0.25)
+        assert await registry.drain(True)
+
+    asyncio.run(scenario())
+
+
 def test_a_registry_that_has_just_started_knows_too_little_to_say_that_all_has_ended() -> None:
     async def scenario() -> None:
         assert not await Registry().drain(True)
